@@ -6,6 +6,7 @@ ifdef VLLM # another one than the default's, with the torch that it asks for, in
 VENV := .venv-vllm-$(VLLM)
 CONSTRAINTS := $(VENV)/constraints.txt
 endif
+HASHED := constraints-hashed.txt
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS)
 
@@ -25,9 +26,14 @@ $(VENV)/.base: pyproject.toml $(CONSTRAINTS)
 	@echo "Making the environment in $(VENV) (a few minutes, once) …"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 …")'
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) torch
+	@$(if $(HASHES),$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes --requirement $(HASHED),$(PIP) torch)
 	@$(PIP) --editable .
 	@touch $@
+
+# Of what pip would install here: names, versions, and the sums of the files.
+$(HASHED): pyproject.toml $(CONSTRAINTS)
+	@$(PYTHON) -m pip install --quiet --dry-run --ignore-installed --report - --constraint $(CONSTRAINTS) . | $(PYTHON) -c "import json, sys; print('\n'.join('{name}=={version} --hash=sha256:'.format(**one['metadata']) + one['download_info']['archive_info']['hashes']['sha256'] for one in json.load(sys.stdin)['install'] if not one['requested']))" > $@.part
+	@mv $@.part $@
 
 $(VENV)/.test: $(VENV)/.base
 	@$(PIP) --editable '.[test]'
@@ -53,7 +59,7 @@ $(VENV)/.vllm: $(VENV)/.test packages/vllm_fast/pyproject.toml
 	@$(PIP) --no-deps --editable packages/vllm_fast
 	@touch $@
 
-install: $(VENV)/.base  ## make the environment
+install: $(VENV)/.base  ## make the environment (HASHES=1: of the files in constraints-hashed.txt alone)
 
 quickstart: $(VENV)/.base  ## train the tiny policy with an FP8 sampler and AIS (one to two minutes on 2 cores)
 	@$(BIN)/lit-qrl quickstart $(ARGS)

@@ -75,7 +75,7 @@ def tensors(checkpoint: Path) -> Iterator[tuple[str, Any]]:
     """Yield the tensors of a checkpoint, weights and optimizer, under their places in it."""
     import torch
 
-    held = torch.load(checkpoint, map_location="cpu", weights_only=False)
+    held = torch.load(checkpoint, map_location="cpu", weights_only=True)
 
     def walk(value: Any, place: str) -> Iterator[tuple[str, Any]]:
         if isinstance(value, torch.Tensor):

@@ -42,7 +42,15 @@ from lit_qrl.optim.schedule import scheduled
 from lit_qrl.policy import CausalPolicy
 from lit_qrl.precision.packed_base import check_plugin
 from lit_qrl.precision.source import PublishingPrecision
-from lit_qrl.run.checkpoint_files import check_frozen, check_identity, describe_frozen, identity, put_together
+from lit_qrl.run.checkpoint_files import (
+    check_frozen,
+    check_identity,
+    describe_frozen,
+    identity,
+    put_together,
+    read_checkpoint,
+    read_data_alone,
+)
 from lit_qrl.run.console import phase
 from lit_qrl.run.description import Described
 from lit_qrl.run.event_log import number, tell
@@ -257,11 +265,12 @@ class GRPOModule(Described, LightningModule):
     def configure_callbacks(self) -> list[Callback]:
         """Let the callbacks that ask for it prepare the Trainer, before its loggers and the data are set up.
 
-        Several processes meet, and watch each other from then on. A deterministic Trainer's switches are set before a
-        device starts.
+        Several processes meet, and watch each other from then on. Checkpoints are read as data alone. A deterministic
+        Trainer's switches are set before a device starts.
         """
         if make_deterministic():
             self.data.check_repeatable()
+        read_data_alone(self.trainer.strategy)
         for callback in self.trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
             if isinstance(callback, PreparesTrainer):
                 callback.prepare(self.trainer, self)
@@ -344,10 +353,7 @@ class GRPOModule(Described, LightningModule):
         """
         path = Path(checkpoint_path)
         module = cls.configured(Path(hparams_file or path.absolute().parent.parent / CONFIG_FILE), **kwargs)
-        try:
-            checkpoint = torch.load(path, map_location=map_location, weights_only=True, mmap=True)
-        except Exception as error:  # a damaged file raises errors of many kinds
-            raise ConfigError("The file is not a readable checkpoint.", given=f"{path} ({error})") from error
+        checkpoint = read_checkpoint(path, map_location)
         check_identity(checkpoint, module.policy)
         put_together(checkpoint, path, optimizers=False)
         module.policy.configure()

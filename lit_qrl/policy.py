@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Literal
 
 import torch
@@ -215,7 +216,7 @@ class CausalPolicy(Described, nn.Module):
     def _load(self, auto_class: Any, source: str, what: str) -> Any:
         try:
             return auto_class.from_pretrained(source, **self._hub)
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, RecursionError) as error:
             there = Path(source).is_dir()
             raise ConfigError(
                 f"The {what} of model {source!r} cannot be loaded: {str(error).splitlines()[0]}",
@@ -309,6 +310,12 @@ class CausalPolicy(Described, nn.Module):
                 self.source, dtype=dtype, revision=self._hub["revision"], output_loading_info=True, **options
             )
             network, info = loaded
+        except UnpicklingError as error:  # torch advises to let it run code
+            raise ConfigError(
+                f"The weights of {self.source} cannot be loaded: a file is damaged, or a pickle of more than tensors.",
+                expected="model.safetensors, or a .bin of tensors alone",
+                remedy="Take the model's safetensors: what else a pickle holds could run code.",
+            ) from error
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             check_expert_count(self.source, self._hub["revision"], self.config)
             raise ConfigError(f"The weights of {self.source} cannot be loaded: {error}") from error

@@ -455,7 +455,10 @@ KNOWN_BEFORE_A_MODEL = {
         ["--ckpt_path", "before"],
         ["The checkpoint is a folder", "Given: before", "Set --ckpt_path before/checkpoints/last.ckpt"],
     ),
-    "file that is no checkpoint": (["--ckpt_path", "text.yaml"], ["not a readable checkpoint", "text.yaml"]),
+    "file that is no checkpoint": (
+        ["--ckpt_path", "text.yaml"],
+        ["text.yaml cannot be read", "never a checkpoint"],
+    ),
     "checkpoint of another model": (
         ["--ckpt_path", "other.ckpt"],
         ["another model", "Expected: hidden_size 64", "Given: hidden_size 32", "model.policy"],

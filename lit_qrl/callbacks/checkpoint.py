@@ -18,9 +18,9 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.optim.schedule import plateaus_seen
-from lit_qrl.run.checkpoint_files import Cadence, CheckpointFiles, staging
+from lit_qrl.run.checkpoint_files import Cadence, CheckpointFiles, read_checkpoint, staging, whole_checkpoints
 from lit_qrl.run.description import Described
-from lit_qrl.run.folder import last_checkpoint
+from lit_qrl.run.folder import last_checkpoint, shown
 from lit_qrl.run.interrupt import Interrupted, InterruptedTogether, Interruption
 from lit_qrl.strategies.peers import Peers
 
@@ -69,7 +69,7 @@ class RunCheckpoint(Described, Checkpoint):
         except OSError as error:
             raise ConfigError(
                 "The run folder cannot be written.",
-                given=f"{trainer.default_root_dir} ({error.strerror or error})",
+                given=f"{shown(trainer.default_root_dir)} ({error.strerror or error})",
                 remedy="Set trainer.default_root_dir to a folder that you may write to.",
             ) from error
 
@@ -234,7 +234,7 @@ def _told(trainer: Trainer) -> Iterator[None]:
 
 @rank_zero_only
 def _tell(path: Path) -> None:
-    print(f"Writing the last iteration's checkpoint: {path}", flush=True)
+    print(f"Writing the last iteration's checkpoint: {shown(path)}", flush=True)
 
 
 class _StagedIO(CheckpointIO):
@@ -302,21 +302,30 @@ def all_iterations_had(checkpoint: Mapping[str, Any], iterations: int | None) ->
 def resolve_checkpoint(requested: str | None, run_folder: str | Path, resume_if_possible: bool) -> str | None:
     """Return the checkpoint to restore: `last` is the run folder's own.
 
+    Args:
+        requested: a file, `last`, or None.
+        run_folder: of the run.
+        resume_if_possible: restore `last` where there is one and nothing else is requested; where it is damaged, the
+            newest beside it that is whole.
+
     Raises:
-        ConfigError: when the requested checkpoint does not exist or is no checkpoint.
+        ConfigError: when the requested checkpoint does not exist, or is no whole checkpoint.
     """
     if requested is None and not resume_if_possible:
         return None
     if requested in (None, "last"):
-        found = last_checkpoint(run_folder)
-        if found is None and not resume_if_possible:
+        path = last_checkpoint(run_folder)
+        if path is None and resume_if_possible:
+            return None
+        if path is None:
             raise ConfigError(
                 "There is no checkpoint to resume from.",
                 expected=f"{Path(run_folder) / 'checkpoints' / 'last.ckpt'}",
                 remedy="Point trainer.default_root_dir to the run's folder, or start with --resume_if_possible true.",
             )
-        return str(found) if found else None
-    path = Path(requested)
+        requested = str(path)
+    else:
+        path, resume_if_possible = Path(requested), False
     if not path.is_file():
         inside = last_checkpoint(path)
         raise ConfigError(
@@ -326,11 +335,10 @@ def resolve_checkpoint(requested: str | None, run_folder: str | Path, resume_if_
             remedy=f"Set --ckpt_path {inside or 'last'}.",
         )
     try:
-        torch.load(path, map_location="meta", weights_only=True, mmap=True)
-    except Exception as error:
-        raise ConfigError(
-            "The file is not a readable checkpoint.",
-            given=f"{requested} ({type(error).__name__})",
-            remedy="Check --ckpt_path.",
-        ) from error
+        read_checkpoint(path, "meta")
+    except ConfigError as error:
+        unread = isinstance(error.__cause__, OSError)  # it may be whole
+        if unread or not (resume_if_possible and (whole := whole_checkpoints(path.parent))):
+            raise
+        return str(whole[0])
     return requested

@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lit_qrl.loop.hooks import trainer_all_reduce
 from lit_qrl.run.event_log import append_jsonl
-from lit_qrl.run.folder import set_aside
+from lit_qrl.run.folder import set_aside, shown
 
 PREDICTIONS_FILE = "predictions.jsonl"
 """Name of the file in the run folder."""
@@ -54,4 +54,4 @@ class Predictions(Callback):
         count, scored, rewards, correct = trainer_all_reduce(trainer)(self._sums).tolist()
         if trainer.is_global_zero and count:
             what = f"{count:.0f} completions, mean reward {rewards / max(scored, 1):.3f}, {correct / count:.1%} correct"
-            print(f"Predictions: {self._path} ({what})", flush=True)
+            print(f"Predictions: {shown(self._path)} ({what})", flush=True)

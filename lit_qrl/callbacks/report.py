@@ -18,7 +18,7 @@ from lit_qrl.loop.hooks import RLCallback, overrides, rl_callbacks
 from lit_qrl.report import render
 from lit_qrl.report.live import PageApart
 from lit_qrl.run.event_log import SAMPLES_FILE, append_jsonl, log_event, number, read_jsonl
-from lit_qrl.run.folder import set_aside
+from lit_qrl.run.folder import set_aside, shown
 from lit_qrl.run.interrupt import Interrupted, InterruptedTogether
 from lit_qrl.run.loggers import RunCSVLogger
 from lit_qrl.types import RolloutBatch
@@ -129,7 +129,8 @@ class Report(RLCallback):
             return
         with pl_module.iteration.timed("report"):
             if not self._page.begin(trainer.default_root_dir):
-                log.warning("A report could not be made; see why with: lit-qrl report %s", trainer.default_root_dir)
+                again = shown(trainer.default_root_dir)
+                log.warning("A report could not be made; see why with: lit-qrl report %s", again)
 
     def on_train_end(self, trainer: Trainer, pl_module: "GRPOModule") -> None:
         """Close the event log."""
@@ -164,7 +165,7 @@ class Report(RLCallback):
         self._page.end()
         index = self._render(trainer)
         if index is not None:
-            print(f"Report: {index}", flush=True)
+            print(f"Report: {shown(index)}", flush=True)
 
     def _render(self, trainer: Trainer) -> Path | None:
         folder = trainer.default_root_dir
@@ -175,7 +176,7 @@ class Report(RLCallback):
             log.warning(
                 "The report could not be made (%s: %s); the run's files are whole.", type(error).__name__, error
             )
-            log.warning("Try again with: lit-qrl report %s", folder)
+            log.warning("Try again with: lit-qrl report %s", shown(folder))
             self._log(trainer, "report", f"The report could not be made: {type(error).__name__}: {error}")
             return None
 

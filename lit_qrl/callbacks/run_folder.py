@@ -93,7 +93,7 @@ class RunFolder(Checkpoint):
             self._trained = self._folder
 
     def _settle(self, trainer: Trainer, folder: Path) -> None:
-        self._folder = folder
+        self._folder = folder = folder.absolute()
         # The Trainer has no other way to be told a folder after it was made.
         trainer._default_root_dir = str(folder)  # pyright: ignore[reportAttributeAccessIssue]
         if self._other_loggers is not None:
@@ -107,7 +107,7 @@ class RunFolder(Checkpoint):
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: "GRPOModule", checkpoint: dict[str, Any]) -> None:
         """Go on in the folder of the run whose last checkpoint is loaded, unless the Trainer was given another."""
-        path = Path(str(trainer.ckpt_path))
+        path = Path(str(trainer.ckpt_path)).absolute()
         run, command = path.parent.parent, str(trainer.state.fn.value)  # pyright: ignore[reportOptionalMemberAccess]
         if self._own is not None or path.name != "last.ckpt" or not folders.is_run(run) or run == self._folder:
             return
@@ -161,7 +161,7 @@ def standing(interrupted: Interrupted | InterruptedTogether, trainer: Trainer, a
     where = f"Interrupted by {name} in iteration {trainer.current_epoch + 1} of {trainer.max_epochs}."
     if saved is None:
         return f"\n{where} No checkpoint had been written."
-    return f"\n{where} {saved} is its last checkpoint. Go on with:\n  {again}"
+    return f"\n{where} {folders.shown(saved)} is its last checkpoint. Go on with:\n  {again}"
 
 
 def _is_stock(logger: Logger, trainer: Trainer) -> bool:

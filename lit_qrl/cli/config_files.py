@@ -209,10 +209,10 @@ def _choose(files: Sequence[str]) -> str:
 
 
 def run_folder_name(args: Sequence[str]) -> str:
-    """Return the name under `runs/`: the first configuration file's.
+    """Return the name under `runs/`: the first configuration file's, without the dots that would lead elsewhere.
 
     >>> run_folder_name(["fit", "--config", "configs/quickstart.yaml", "-c=configs/correction/tis.yaml"])
     'quickstart'
     """
     first = next(config_files(args), "")
-    return Path(first).stem or "run"
+    return Path(first).stem.strip(".") or "run"

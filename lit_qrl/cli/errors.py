@@ -39,6 +39,10 @@ ENGINE_REMEDY = (
     "If it happens once in a while, let publisher.on_fault: retry publish again; if it comes back, the engine does not "
     "hold what it is sent, and another one, or another version of it, has to be taken."
 )
+BUFFER_REMEDY = (
+    "Start it again with --ckpt_path last, which builds the engine anew; if it comes back, look for code that writes "
+    "into the engine's model, or test the memory."
+)
 REFUSED_REMEDY = "What is sent are the policy's weights as the callbacks' on_publish leave them: check those."
 
 
@@ -268,7 +272,8 @@ def paragraph(error: "PublishError | ConfigError | IncompleteError", run_folder:
     which = f"publish {error.version}" if error.version >= 0 else "the publish before the first iteration"
     faults, kinds = [str(fault) for fault in error.faults], {fault.kind for fault in error.faults}
     more = f" (and {len(faults) - SHOWN} more)" if len(faults) > SHOWN else ""
-    remedies = {"non_finite": NONFINITE_REMEDY, "probe": PROBE_REMEDY}  # of faults that are all of one kind
+    # of faults that are all of one kind
+    remedies = {"non_finite": NONFINITE_REMEDY, "probe": PROBE_REMEDY, "buffer": BUFFER_REMEDY}
     remedy = remedies.get(min(kinds), ENGINE_REMEDY) if len(kinds) == 1 else ENGINE_REMEDY
     where = _where(run_folder, not_finite=kinds == {"non_finite"})
     return f"The run was stopped: {which} did not arrive as sent. {' '.join(faults[:SHOWN])}{more} {remedy} {where}"

@@ -180,14 +180,9 @@ def restore(
 
     from lit_qrl.network.names import is_saved_with_adapter
     from lit_qrl.optim.masters import saved_masters
-    from lit_qrl.run.checkpoint_files import check_frozen, check_identity, put_together
+    from lit_qrl.run.checkpoint_files import check_frozen, check_identity, put_together, read_checkpoint
 
-    try:
-        checkpoint = torch.load(checkpoint_path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # a damaged file raises errors of many kinds
-        raise ConfigError(
-            "The file is not a readable checkpoint.", given=f"{checkpoint_path} ({type(error).__name__})"
-        ) from error
+    checkpoint = read_checkpoint(checkpoint_path)
     put_together(checkpoint, checkpoint_path, optimizers=False)
     policy = _policy(config_path)
     check_identity(checkpoint, policy)

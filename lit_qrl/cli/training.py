@@ -63,10 +63,10 @@ from lit_qrl.network.adapters import drop_loftq
 from lit_qrl.optim.build import filled_in, leaves_open
 from lit_qrl.precision import QuantizedPrecision
 from lit_qrl.receipts.ledger import PublishError
-from lit_qrl.run.checkpoint_files import check_identity
+from lit_qrl.run.checkpoint_files import check_identity, read_checkpoint
 from lit_qrl.run.config import RunConfig
 from lit_qrl.run.console import BEGAN, LOG_FILE, kept_from_the_screen, quiet
-from lit_qrl.run.folder import RunLock, absent, keep_last, let_go, place, remove_empty
+from lit_qrl.run.folder import RunLock, absent, keep_last, let_go, place, remove_empty, shown
 from lit_qrl.run.interrupt import Interrupted
 from lit_qrl.run.loggers import RunCSVLogger
 from lit_qrl.run.stop import stop_where_short
@@ -262,14 +262,16 @@ class QRLCLI(LightningCLI):
             if self.dry_run:
                 self.absent.extend(absent(folder / "checkpoints"))
             self.lock.take(folder)
-            if not self.dry_run or config.ckpt_path is None:
-                keep_last(folder, config.ckpt_path)
+            if (not self.dry_run or config.ckpt_path is None) and not (last and config.ckpt_path):
+                keep_last(folder, config.ckpt_path)  # a damaged one is written over, where an older one is taken
         if not self.dry_run:
             say(f"Started in {time.monotonic() - BEGAN:.0f} s; what libraries say goes to {folder / LOG_FILE}.")
         self.parts.enter_context(kept_from_the_screen(None if self.dry_run else folder))
         if last and config.ckpt_path is None:
             say(f"There is no checkpoint to resume from; starting {folder}.")
         elif last:
+            if Path(str(config.ckpt_path)).name != "last.ckpt":
+                say(f"The last checkpoint is damaged; going on from {config.ckpt_path}, the newest that is whole.")
             say(f"Resuming {folder}." if command == "fit" else f"Taking {config.ckpt_path}.")
 
     def instantiate_classes(self) -> None:
@@ -289,7 +291,7 @@ class QRLCLI(LightningCLI):
                 raise
         path = self._get(self.config_init, "ckpt_path")
         if path:
-            saved = torch.load(path, map_location="meta", weights_only=True, mmap=True)
+            saved = read_checkpoint(path, "meta")
             check_identity(saved, self.model.policy)
             if self.subcommand == "fit" and (told := all_iterations_had(saved, self.trainer.max_epochs)):
                 say(told)
@@ -297,10 +299,11 @@ class QRLCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Build the Trainer; `metrics.csv` is written beside whatever logger is configured."""
         config = self._get(self.config_init, "trainer")
+        folder = kwargs["default_root_dir"] = str(Path(config.default_root_dir).absolute())
         if config.logger is not False:
             loggers = config.logger if isinstance(config.logger, list) else [config.logger]
             chosen = [logger for logger in loggers if isinstance(logger, Logger)]
-            kwargs["logger"] = [RunCSVLogger(config.default_root_dir), *chosen]
+            kwargs["logger"] = [RunCSVLogger(folder), *chosen]
         return super().instantiate_trainer(**kwargs)
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
@@ -336,7 +339,7 @@ class QRLCLI(LightningCLI):
         except (PublishError, ConfigError, IncompleteError) as error:
             if isinstance(error, ConfigError) and not made_by_training(error, self.trainer.global_step):
                 raise
-            raise StoppedError(paragraph(error, self.trainer.default_root_dir)) from error
+            raise StoppedError(paragraph(error, shown(self.trainer.default_root_dir))) from error
         except (MisconfigurationException, RuntimeError, MemoryError) as error:
             stop_where_short(self.trainer, error)
             if (known := of_run(error)) is None:

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from math import gcd, lcm
+from typing import Any
 
 import torch
 
@@ -17,6 +18,23 @@ log = logging.getLogger(__name__)
 
 MOST_SLOTS = 1000
 """Of a block in which every source has its share: weights are met to a thousandth."""
+
+
+CHARACTERS = 64
+"""Of a text for each token that its beginning may have, before the rest is looked at: more than tokens are long."""
+
+
+def _goes_beyond(prompt: Any, most: int, policy: CausalPolicy) -> bool:
+    """Return whether the beginning of a prompt alone has more than so many tokens: of a book the rest stays as it is.
+
+    Args:
+        prompt: a text, or messages.
+        most: tokens.
+        policy: with the tokenizer.
+    """
+    texts = [prompt] if isinstance(prompt, str) else [message.get("content") for message in prompt]
+    long = [text for text in texts if isinstance(text, str) and len(text) > most * CHARACTERS]
+    return any(len(policy.encode(text[: most * CHARACTERS])) > most for text in long)
 
 
 def admit(
@@ -38,18 +56,20 @@ def admit(
     if len(rows) == 0:
         remedy = "set data.task.split, which is null for a set that is only evaluated on" if what == "training" else ""
         raise ConfigError(f"The task has no {what} rows.", remedy=f"Check data.task{remedy and f', and {remedy}'}.")
-    problems = []
+    problems, most = [], 2 * limit + 256  # so many that a word which is cut short does not matter
     for row in rows:
-        ids = policy.encode(task.prompt(row), task.tools)
-        problems.append(Problem(row, ids, policy.decode(ids)))
+        prompt = task.prompt(row)
+        if not _goes_beyond(prompt, most, policy):
+            ids = policy.encode(prompt, task.tools)
+            problems.append(Problem(row, ids, policy.decode(ids)))
     kept = [problem for problem in problems if len(problem.prompt_ids) <= limit]
     dropped = len(rows) - len(kept)
     if dropped and (long_prompt == "error" or not kept):
-        longest = max(len(problem.prompt_ids) for problem in problems)
+        longest = max((len(problem.prompt_ids) for problem in problems), default=0)
         raise ConfigError(
             f"{dropped} of {len(rows)} {what} prompts are too long.",
             expected=f"at most data.max_prompt_tokens = {limit} tokens",
-            given=f"up to {longest} tokens",
+            given=f"up to {longest} tokens" if len(problems) == len(rows) else f"more than {most} tokens",
             remedy="Raise the limit" + (", or set data.long_prompt to drop." if kept else "."),
         )
     if dropped:

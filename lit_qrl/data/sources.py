@@ -127,7 +127,7 @@ def _read_file(place: Path) -> list[dict[str, Any]]:
         )
     try:
         rows = reader(place)
-    except (OSError, ValueError) as error:  # UnicodeDecodeError and pyarrow's own errors are ValueErrors
+    except (OSError, ValueError, RecursionError) as error:  # UnicodeDecodeError and pyarrow's own are ValueErrors
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(
@@ -152,7 +152,7 @@ def _read_jsonl(place: Path) -> list[Any]:
                 continue
             try:
                 rows.append(json.loads(line))
-            except json.JSONDecodeError as error:
+            except (json.JSONDecodeError, RecursionError) as error:
                 raise ConfigError(
                     f"Line {number} of {place} is not JSON.",
                     expected="one JSON object per line",

@@ -176,7 +176,7 @@ class FolderReader:
         try:
             listed = json.loads(index.read_text())["weight_map"]
             return {name: self.folder / file for name, file in listed.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(f"{index} is no index of shards.", expected="JSON with a weight_map") from error
 
     def _read_header(self, path: Path) -> None:
@@ -444,7 +444,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read.", expected="the config.json of a model", given=error) from error
     if not isinstance(config, dict):
         raise ConfigError(f"{path} is no model config.", expected="a JSON object", given=type(config).__name__)

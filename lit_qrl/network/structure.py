@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from accelerate import init_empty_weights
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lit_qrl.errors import ConfigError
@@ -150,6 +150,33 @@ def states(network: Any) -> list[str]:
     kinds = set(getattr(network.config.get_text_config(), "layer_types", None) or ())
     recurrent = ["a recurrent state"] * bool(getattr(network, "_is_stateful", False))
     return sorted(kinds - set(ATTENTION_KINDS)) or recurrent
+
+
+def computed_buffers(network: nn.Module, beside_weights: bool) -> dict[str, Tensor]:
+    """Return the buffers that a model computed when it was built, and that no checkpoint has, by name.
+
+    Frequencies of rotary embeddings that follow the length of what is computed are no constants, and are left out.
+
+    Args:
+        network: of any library.
+        beside_weights: those of modules with parameters too, which may be made of them.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> shape = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8, "num_hidden_layers": 1}
+    >>> list(computed_buffers(LlamaForCausalLM(LlamaConfig(vocab_size=8, **shape)), True))
+    ['model.rotary_emb.inv_freq', 'model.rotary_emb.original_inv_freq']
+    """
+    found = {}
+    for prefix, module in network.named_modules():
+        kinds = getattr(module, "rope_type", None)
+        kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
+        follows = any(kind == "longrope" or "dynamic" in str(kind) for kind in kinds)
+        for name in module._non_persistent_buffers_set if beside_weights or not module._parameters else ():
+            if follows and name.endswith("inv_freq") and "original" not in name:
+                continue
+            if (buffer := module._buffers.get(name)) is not None:
+                found[f"{prefix}.{name}" if prefix else name] = buffer
+    return dict(sorted(found.items()))
 
 
 def cached_numbers(config: Any) -> int:

@@ -248,7 +248,7 @@ def saved_masters(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the fp32 weights that a run trained in 16 bits, by their names in its checkpoint; none of other runs.
 
     Args:
-        checkpoint: as `torch.load` returns it.
+        checkpoint: as `read_checkpoint` returns it.
     """
     found: dict[str, Tensor] = {}
     for state in checkpoint.get("optimizer_states", ()):

@@ -268,7 +268,7 @@ class PackedLoRA(QuantizedPrecision):
 
         Args:
             policy: that was configured.
-            checkpoint: as `torch.load` returns it.
+            checkpoint: as `read_checkpoint` returns it.
         """
         self.fingerprint = fingerprint_of(self.packed(policy))
         self.load_state_dict(checkpoint[type(self).__qualname__])

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 FaultKind = Literal[
     "missing", "extra", "twice", "shape", "dtype", "stale", "swapped", "different", "non_finite", "version",
-    "fused_group", "prefix_cache", "not_copied", "derived", "read_back", "gemm", "probe",
+    "fused_group", "prefix_cache", "not_copied", "derived", "buffer", "read_back", "gemm", "probe",
 ]  # fmt: skip
 
 EXPLANATIONS: dict[str, str] = {
@@ -38,6 +38,7 @@ EXPLANATIONS: dict[str, str] = {
     "prefix_cache": "was not reset, so the keys and values of the old weights would be used",
     "not_copied": "was repacked, but the engine's own copy does not hold the result",
     "derived": "is made by the engine of another tensor, and was not made again of the one that was sent",
+    "buffer": "is no longer what the engine made when it was built, and no publish sends it",
     "read_back": "reads back differently from what was sent",
     "gemm": "is loaded, but the engine's GEMM computes with other values",
     "probe": "gets other log-probs from the engine than from the learner computing as the sampler should",
@@ -397,6 +398,37 @@ def read_receipts(read_back: Callable[[str], Tensor | None], names: Sequence[str
         if tensor is not None:
             again.record(name, tensor)
     return again.receipts()
+
+
+class Constants:
+    """Receipts of what an engine computes with and no publish sends, such as tables of rotary embeddings.
+
+    One that comes to have another shape or dtype was made anew, and counts as it is from then on.
+
+    Args:
+        named: returns them by name, as they are at the moment; asked for the first time at once.
+
+    >>> held = {"rotary.inv_freq": torch.tensor([1.0, 0.1])}
+    >>> constants = Constants(lambda: held)
+    >>> held["rotary.inv_freq"][1] = 0.2
+    >>> [str(fault) for fault in constants.faults()][0][:40]
+    'buffer: rotary.inv_freq is no longer wha'
+    """
+
+    def __init__(self, named: Callable[[], Mapping[str, Tensor]]) -> None:
+        self._named = named
+        self._known = read_receipts(named().get, list(named()))
+
+    def faults(self) -> list[Fault]:
+        """Return a fault for each whose bits are others than they were; none is sought that came later."""
+        faults = []
+        for name, now in read_receipts(self._named().get, list(self._known)).items():
+            known = self._known[name]
+            if (now.shape, now.dtype) != (known.shape, known.dtype):
+                self._known[name] = now
+            elif now != known:
+                faults.append(Fault("buffer", name))
+        return faults
 
 
 def compare_receipts(sent: Ledger, read: Mapping[str, TensorReceipt]) -> list[Fault]:

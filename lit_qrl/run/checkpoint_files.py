@@ -2,10 +2,13 @@
 
 import errno
 import os
+import pickle
+import re
 import shutil
 import threading
 import time
 import warnings
+import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -16,12 +19,17 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.tensor import DTensor
 from torch.serialization import get_crc32_options, set_crc32_options
 from torch.utils import _pytree as pytree
 
-from lit_qrl.errors import ConfigError, StoppedError
+from lit_qrl.errors import ConfigError, StoppedError, listed, out_of_memory
+from lit_qrl.run.folder import shown
 
 _staging: ContextVar[bool] = ContextVar("staging", default=False)
 
@@ -187,7 +195,11 @@ def _sentence(target: Path, error: BaseException) -> str:
     what = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     remedy = "Free some space" if full or "failed writing" in str(error) else "See that the folder can be written"
-    kept = f"The one before it is whole: {target}." if target.exists() else "No checkpoint had been written before it."
+    kept = (
+        f"The one before it is whole: {shown(target)}."
+        if target.exists()
+        else "No checkpoint had been written before it."
+    )
     return f"A checkpoint could not be written: {what}. {kept} {remedy}, and go on with --ckpt_path last."
 
 
@@ -243,7 +255,7 @@ def check_identity(checkpoint: dict[str, Any], policy: Any) -> None:
     """Raise `ConfigError` when a checkpoint is of another model, or of no policy at all.
 
     Args:
-        checkpoint: as `torch.load` returns it; no tensor is read.
+        checkpoint: as `read_checkpoint` returns it; no tensor is read.
         policy: that is to be restored.
     """
     saved, own = checkpoint.get("policy"), identity(policy)
@@ -287,7 +299,7 @@ def check_frozen(checkpoint: dict[str, Any], tensors: Mapping[str, Tensor]) -> N
     """Raise `ConfigError` when the frozen weights that a checkpoint leaves out are not the ones loaded here.
 
     Args:
-        checkpoint: as `torch.load` returns it.
+        checkpoint: as `read_checkpoint` returns it.
         tensors: the policy's weights, by the checkpoint's names; others than the frozen ones do not matter.
     """
     saved = checkpoint["policy"].get("frozen")
@@ -383,42 +395,180 @@ def read_parts(tensors: dict[str, Tensor], folder: Path) -> None:
 def _load(tensors: dict[str, Any], folder: Path, **options: Any) -> None:
     with warnings.catch_warnings():  # a process that reads alone is told that it does
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
-        dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), **options)
+        dcp.load(tensors, storage_reader=_PartsReader(folder), **options)
+
+
+METADATA = {
+    "torch.distributed.checkpoint.metadata": {
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+        *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},  # of Python 3.13
+}
+"""What the description of a checkpoint's parts is made of, by module; it may name nothing else."""
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Reads such a description, which torch would unpickle whatever it names."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in METADATA.get(module, ()):
+            raise pickle.UnpicklingError(f"GLOBAL {module}.{name} was not an allowed global")
+        return super().find_class(module, name)
+
+
+class _PartsReader(dcp.FileSystemReader):
+    """Reads the parts of a checkpoint; what describes them runs nothing."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with (Path(self.path) / ".metadata").open("rb") as file:
+            found: Metadata = _MetadataUnpickler(file).load()
+        found.storage_meta = found.storage_meta or StorageMeta()
+        found.storage_meta.load_id = self.load_id
+        return found
+
+
+class _DamageError(Exception):
+    """What is wrong with a checkpoint, in a few words."""
 
 
 def parts_of(checkpoint: Mapping[str, Any], path: str | Path) -> Path | None:
     """Return the folder of a checkpoint's divided tensors, or None of one whose tensors are in its file.
 
     Args:
-        checkpoint: as `torch.load` returns it.
+        checkpoint: as `read_checkpoint` returns it.
         path: its file.
 
     Raises:
-        ConfigError: for a folder that is not there.
+        ConfigError: for a folder that is not beside the file, or not whole.
     """
+    with refusing_damaged(path):
+        return _parts(checkpoint, Path(path).absolute().parent)
+
+
+def _parts(checkpoint: Mapping[str, Any], beside: Path) -> Path | None:
     if FOLDER not in checkpoint:
         return None
-    folder = Path(path).parent / checkpoint[FOLDER]
+    folder = _plain_child(beside, checkpoint[FOLDER])
     if not (folder / ".metadata").is_file():
-        raise ConfigError(
-            f"The checkpoint {path} was written in parts, and they are not beside it.",
-            expected=f"the folder {folder} with its .metadata",
-            remedy="Move or copy a checkpoint together with its folder.",
-        )
+        raise _DamageError(f"its parts are not beside it, in {folder}; a checkpoint is copied together with its folder")
+    ends: dict[str, int] = defaultdict(int)
+    stored: Iterable[_StorageInfo] = _PartsReader(folder).read_metadata().storage_data.values()
+    for one in stored:
+        ends[one.relative_path] = max(ends[one.relative_path], one.offset + one.length)
+    for name, end in ends.items():
+        file = _plain_child(folder, name)
+        if not file.is_file() or file.stat().st_size < end:
+            raise _DamageError(f"of its parts {file} is {'cut short' if file.is_file() else 'missing'}")
     return folder
+
+
+def _plain_child(folder: Path, name: Any) -> Path:
+    """Return what lies under one plain name in a folder itself; a checkpoint may name nothing else."""
+    plain = isinstance(name, str) and name == Path(name).name != ".."
+    if not plain or (folder / name).resolve().parent != folder.resolve():
+        raise _DamageError(f"it names {name!r} as its part, which is not read: it does not lie in {folder}")
+    return folder / name
 
 
 def shapes_of(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """Return shape and dtype of every tensor that was written in parts, by its name there."""
-    found = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    found = _PartsReader(folder).read_metadata().state_dict_metadata
     return {key: (one.size, one.properties.dtype) for key, one in found.items() if hasattr(one, "size")}  # pyright: ignore
+
+
+def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, Any]:
+    """Return what a checkpoint file holds, its tensors mapped from the file; nothing in it is run.
+
+    Args:
+        path: of the file.
+        map_location: where its tensors come to lie; `meta` reads none.
+
+    Raises:
+        ConfigError: for a file that is damaged or no checkpoint, or whose parts are; it names those beside it that are
+            whole.
+    """
+    with refusing_damaged(path):
+        return _read(path, map_location)
+
+
+def _read(path: str | Path, map_location: Any = "meta", whole: bool = True) -> dict[str, Any]:
+    found = torch.load(path, map_location=map_location, weights_only=True, mmap=True)
+    if not isinstance(found, dict):
+        raise _DamageError("it was never a checkpoint")
+    if whole:
+        _parts(found, Path(path).absolute().parent)
+    return found
+
+
+@contextmanager
+def refusing_damaged(path: str | Path) -> Iterator[None]:
+    """Turn what reading a checkpoint raises in the block into a `ConfigError`; see `read_checkpoint`."""
+    try:
+        yield
+    except Exception as error:  # a damaged file raises errors of many kinds
+        if out_of_memory(error):
+            raise
+        whole = [str(other) for other in whole_checkpoints(Path(path).parent) if other != Path(path)]
+        raise ConfigError(
+            f"The checkpoint {path} cannot be read: {_wrong_with(path, error)}.",
+            expected="a file that a run of lit-qrl wrote, whole",
+            remedy=f"Whole ones beside it, the newest first: {listed(whole)}. Go on from that one with "
+            f"--resume_if_possible true, from any with --ckpt_path {whole[0]}."
+            if whole
+            else "No other checkpoint beside it is whole.",
+        ) from error
+
+
+def _wrong_with(path: str | Path, error: Exception) -> str:
+    """Return what is wrong with a checkpoint whose reading raised an error; torch advises to let it run code."""
+    if isinstance(error, _DamageError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    if found := re.search(r"GLOBAL (\S+)", str(error)):
+        return f"it holds {found[1]}, which is code and no data"
+    if not Path(path).is_file():  # on another host
+        return type(error).__name__
+    if not Path(path).stat().st_size:
+        return "it is empty"
+    return "its records are damaged" if zipfile.is_zipfile(path) else "it is cut short, or was never a checkpoint"
+
+
+def whole_checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints of a folder that can be read, with all of their parts, the newest first."""
+    found: list[tuple[int, float, Path]] = []
+    for file in folder.glob("*.ckpt"):
+        with suppress(Exception):  # whatever is wrong with it
+            found.append((_read(file)["global_step"], file.stat().st_mtime, file))
+    return [file for *_, file in sorted(found, reverse=True)]
+
+
+class _DataReader(TorchCheckpointIO):
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        with refusing_damaged(path):
+            return super().load_checkpoint(path, weights_only=True)
+
+
+def read_data_alone(strategy: Strategy) -> None:
+    """Have a Trainer read of checkpoints what `read_checkpoint` does, whatever `weights_only` it is given.
+
+    Args:
+        strategy: of the Trainer; one with a `CheckpointIO` of the user's own keeps it.
+    """
+    if type(strategy.checkpoint_io) is TorchCheckpointIO:
+        strategy.checkpoint_io = _DataReader()
 
 
 def put_together(checkpoint: dict[str, Any], path: str | Path, optimizers: bool = True) -> None:
     """Put whole tensors, on the host, where a checkpoint had them divided; one without parts stays as it is.
 
     Args:
-        checkpoint: as `torch.load` returns it.
+        checkpoint: as `read_checkpoint` returns it.
         path: its file.
         optimizers: their states too, not the weights alone.
     """
@@ -448,7 +598,7 @@ def remove_unused(folder: Path, kept: Path) -> None:
     named = {kept.name}
     for file in folder.glob("*.ckpt"):
         try:
-            named.add(torch.load(file, map_location="meta", weights_only=True, mmap=True).get(FOLDER, ""))
+            named.add(_read(file, whole=False).get(FOLDER, ""))
         except Exception:  # of a damaged file it is not known what it names
             return
     for parts in folder.glob("parts-*"):

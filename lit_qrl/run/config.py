@@ -12,7 +12,7 @@ from lightning.pytorch.cli import SaveConfigCallback
 
 from lit_qrl.aliases import current
 from lit_qrl.errors import listed
-from lit_qrl.run.folder import CONFIG_FILE, set_aside
+from lit_qrl.run.folder import CONFIG_FILE, set_aside, shown
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class RunConfig(SaveConfigCallback):
     def _compare(self, own: Path, resumes: bool) -> None:
         now = flat(yaml.safe_load(self.parser.dump(self.config)))
         checkpoint = self.config.get("ckpt_path")
-        former = Path(checkpoint).parent.parent / CONFIG_FILE if checkpoint else own
+        former = Path(checkpoint).absolute().parent.parent / CONFIG_FILE if checkpoint else own
         changed = changed_settings(self._read(former), now) if resumes and checkpoint and former.is_file() else []
         if own.is_file() and changed_settings(self._read(own), now, everything=True):
             kept = set_aside(own)
@@ -74,7 +74,7 @@ class RunConfig(SaveConfigCallback):
             log.warning(
                 "The run goes on with other settings than it was trained with: %s. The former are in %s.",
                 listed(changed),
-                former,
+                shown(former),
             )
 
     def _read(self, file: Path) -> dict[str, Any]:

@@ -101,7 +101,7 @@ def read_jsonl(path: str | os.PathLike) -> list[dict[str, Any]]:
     for line in text.split("\n"):
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(record, dict):
             records.append(record)

@@ -34,6 +34,18 @@ def last_checkpoint(run_folder: str | Path) -> Path | None:
     return path if path.is_file() else None
 
 
+def shown(path: str | Path) -> str:
+    """Return a path as it is typed here: from the working directory where it lies under it.
+
+    A run's own paths are absolute, so that code which changes the working directory moves none of its files.
+
+    >>> shown(Path.cwd() / "runs" / "quickstart")
+    'runs/quickstart'
+    """
+    path, here = Path(path).absolute(), Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
 def is_run(folder: Path) -> bool:
     """Return whether a folder holds the files of a run."""
     return any((folder / name).is_file() for name in RUN_FILES)
@@ -290,7 +302,7 @@ class RunLock:
         """
         self.release()
         folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / LOCK_FILE, timeout=0)
+        lock = FileLock(folder.absolute() / LOCK_FILE, timeout=0)
         try:
             lock.acquire()
         except Timeout as error:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lit_qrl.errors import ConfigError, MemoryShortageError, StoppedError, asked, out_of_memory
 from lit_qrl.run.event_log import event
-from lit_qrl.run.folder import last_checkpoint
+from lit_qrl.run.folder import last_checkpoint, shown
 
 
 @runtime_checkable
@@ -49,7 +49,7 @@ def stop_run(
             if isinstance(callback, SavesBeforeUpdate):
                 callback.save_before_update(trainer)
     saved = last_checkpoint(trainer.default_root_dir)
-    where = f"The last good checkpoint is {saved}." if saved else "No checkpoint had been written."
+    where = f"The last good checkpoint is {shown(saved)}." if saved else "No checkpoint had been written."
     event(trainer, "stopped", f"{message} {where}", cause=kind)
     if unfit:
         raise ConfigError(f"The run does not fit. {message}") from error

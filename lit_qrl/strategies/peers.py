@@ -30,7 +30,7 @@ from lit_qrl.precision.source import PublishingPrecision
 from lit_qrl.run.config import flat
 from lit_qrl.run.description import Described, describe
 from lit_qrl.run.event_log import event
-from lit_qrl.run.folder import last_checkpoint
+from lit_qrl.run.folder import last_checkpoint, shown
 from lit_qrl.run.interrupt import InterruptedTogether, Interruption
 from lit_qrl.run.stop import has_learned
 
@@ -366,7 +366,7 @@ class Peers(Callback):
             how = "by an error, which it tells," if status else "without a word, as a process does that is killed,"
             message = f"Rank {rank} of {trainer.world_size} ended {how} so the others end too."
             saved = last_checkpoint(trainer.default_root_dir)
-            where = f"The last checkpoint is {saved}." if saved else "No checkpoint had been written."
+            where = f"The last checkpoint is {shown(saved)}." if saved else "No checkpoint had been written."
             event(trainer, "stopped", f"{message} {where}", cause="lost_rank")
             more = "Start the run again with --resume_if_possible true; any number of processes goes on from it."
             words = f"lit-qrl: {message} {where} {more if again else ''}"
@@ -420,7 +420,7 @@ def trainer_settings(trainer: Trainer, without: tuple[type, ...] = ()) -> dict[s
         "plugins": [describe(plugin)] if quantized else None,
         "gradient_clip_algorithm": None if clip is None else clip.value,
         "callbacks": [describe(one) for one in callbacks] or None,
-        "default_root_dir": trainer.default_root_dir,
+        "default_root_dir": shown(trainer.default_root_dir),
         "deterministic": True if torch.are_deterministic_algorithms_enabled() else None,
         "use_distributed_sampler": False,
         "enable_model_summary": False,

@@ -27,6 +27,7 @@ from lit_qrl.run.checkpoint_files import (
     FOLDER,
     new_folder,
     parts_of,
+    read_checkpoint,
     read_parts,
     remove_unused,
     shapes_of,
@@ -208,10 +209,15 @@ class ShardedStrategy(Described, ModelParallelStrategy):
             remove_unused(path.parent, folder)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Return the checkpoint, mapped from the file; parts in a folder are left there until they are asked for."""
+        """Return the checkpoint, mapped from the file; parts in a folder are left there until they are asked for.
+
+        Args:
+            checkpoint_path: its file.
+            weights_only: no effect; nothing else is read.
+        """
         torch.cuda.empty_cache()
         path = self.broadcast(checkpoint_path)
-        found = torch.load(path, map_location="cpu", mmap=True, weights_only=bool(weights_only))
+        found = read_checkpoint(path)
         self._parts = parts_of(found, path)
         return found
 

@@ -53,7 +53,7 @@ def test_resolve_last_and_missing(tmp_path):
         resolve_checkpoint(str(tmp_path / "other.ckpt"), tmp_path, False)
     broken = tmp_path / "broken.ckpt"
     broken.write_bytes(b"not a checkpoint")
-    with pytest.raises(ConfigError, match="not a readable checkpoint"):
+    with pytest.raises(ConfigError, match="was never a checkpoint"):
         resolve_checkpoint(str(broken), tmp_path, False)
 
 
@@ -82,6 +82,9 @@ def test_an_adapter_s_run_saves_no_base_and_resumes_with_the_same_bits(tmp_path)
     trainer, other, data = build(tmp_path / "other", policy=lora(), trainer={"max_epochs": 3})
     with pytest.raises(ConfigError, match="another base"):
         trainer.fit(other, datamodule=data, ckpt_path=saved, weights_only=True)
+    torch.save({**held, "more": tmp_path}, saved)
+    with pytest.raises(ConfigError, match=r"it holds pathlib\.PosixPath, which is code and no data"):
+        trainer.fit(other, datamodule=data, ckpt_path=saved, weights_only=False)
 
 
 SLURM = {"JOB_ID": "7", "JOB_NAME": "run", "NTASKS": "1", "PROCID": "0", "LOCALID": "0", "NODEID": "0"}

@@ -18,7 +18,7 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.objective import GRPO
 from lit_qrl.precision import QATAligned
 from lit_qrl.rollout import TransformersEngine
-from lit_qrl.run.folder import RunLock
+from lit_qrl.run.folder import RunLock, shown
 from lit_qrl.run.interrupt import Interrupted
 from tests.tiny_run import DigitTask, model_folder, parameters_of
 
@@ -54,7 +54,7 @@ def test_a_program_s_run_is_a_run_of_the_command_line():
     """The folder has a run's files; the CLI goes on from it as the program would; export finds the model."""
     trainer, module = learn(1, AIS(clip=3.0))
     run = Path("runs/mine/1")
-    assert trainer.default_root_dir == str(run)
+    assert trainer.default_root_dir == str(run.absolute())
     assert {"config.yaml", "metrics.csv", "events.jsonl", "samples.jsonl", "checkpoints"} <= {
         path.name for path in run.iterdir()
     }
@@ -89,12 +89,12 @@ def test_a_program_s_run_is_a_run_of_the_command_line():
 def test_going_on_stays_in_the_run_and_starting_anew_does_not():
     learn(1)
     trainer, _ = learn(2, ckpt_path=resume_from("runs/mine"))
-    assert (trainer.default_root_dir, trainer.global_step) == ("runs/mine/1", 2)
+    assert (shown(trainer.default_root_dir), trainer.global_step) == ("runs/mine/1", 2)
     assert sorted(path.name for path in Path("runs/mine").iterdir()) == ["1"]
     with pytest.raises(ConfigError, match="a new training there would overwrite"):
         learn(1, default_root_dir="runs/mine/1")
     trainer, _ = learn(1)
-    assert trainer.default_root_dir == "runs/mine/2"
+    assert shown(trainer.default_root_dir) == "runs/mine/2"
 
 
 def test_a_run_that_was_evaluated_goes_on_in_its_own_folder():
@@ -102,10 +102,10 @@ def test_a_run_that_was_evaluated_goes_on_in_its_own_folder():
     data = trainer.datamodule
     trainer.validate(module, data, verbose=False)
     trainer.test(module, data, verbose=False)
-    assert trainer.default_root_dir == "runs/mine/1/test/1"
+    assert shown(trainer.default_root_dir) == "runs/mine/1/test/1"
     trainer.fit_loop.max_epochs = 2
     trainer.fit(module, data)
-    assert (trainer.current_epoch, trainer.default_root_dir) == (2, "runs/mine/1")
+    assert (trainer.current_epoch, shown(trainer.default_root_dir)) == (2, "runs/mine/1")
     with Path("runs/mine/1/metrics.csv").open() as file:
         assert [row["epoch"] for row in csv.DictReader(file) if row["reward/mean"]] == ["0", "1"]
     assert not Path("runs/mine/1/validate/1/checkpoints").exists()

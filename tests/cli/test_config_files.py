@@ -2,8 +2,15 @@ import re
 
 import pytest
 
-from lit_qrl.cli.config_files import check_config_files, config_files, expanded, located
+from lit_qrl.cli.config_files import check_config_files, config_files, expanded, located, run_folder_name
 from lit_qrl.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("file", "name"), [("...yaml", "run"), (".yaml", "yaml"), ("a/..b.yaml", "b"), ("v1.2.yaml", "v1.2")]
+)
+def test_no_name_of_a_configuration_leads_out_of_the_runs(file, name):
+    assert run_folder_name(["fit", "--config", file]) == name
 
 
 @pytest.fixture(autouse=True)

@@ -98,7 +98,7 @@ def test_a_checkpoint_in_parts_is_written_as_one_in_a_file(full, tmp_path):
     network = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert all(torch.equal(p, saved(full)[f"policy.model.{name}"]) for name, p in network.named_parameters())
     shutil.rmtree(run / "checkpoints" / "parts-1")
-    with pytest.raises(ConfigError, match="they are not beside it"):
+    with pytest.raises(ConfigError, match="its parts are not beside it"):
         export(run, output=tmp_path / "again")
 
 
@@ -257,7 +257,7 @@ def test_a_damaged_checkpoint_is_named(full, tmp_path):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "config.yaml").write_text((full / "config.yaml").read_text())
     (tmp_path / "checkpoints" / "last.ckpt").write_bytes((full / "checkpoints" / "last.ckpt").read_bytes()[:1000])
-    with pytest.raises(ConfigError, match="not a readable checkpoint"):
+    with pytest.raises(ConfigError, match="it is cut short"):
         called(export, [str(tmp_path), "--output", str(tmp_path / "out")])
 
 

@@ -1,9 +1,11 @@
 import json
+import os
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from lightning.pytorch import Callback
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.callbacks import Timer
 
@@ -58,6 +60,26 @@ RUNS = Path("runs/sums")
 
 def steps(run):
     return torch.load(RUNS / run / "checkpoints" / "last.ckpt", weights_only=True)["global_step"]
+
+
+class Wandering(Callback):
+    """Changes the working directory, as a reward may."""
+
+    def on_train_batch_end(self, *args):
+        Path("elsewhere").mkdir()
+        os.chdir("elsewhere")
+
+
+def test_a_run_stays_in_its_folder_whatever_changes_the_working_directory(lit, tmp_path):
+    wandering = ["--trainer.callbacks+", f"{__name__}.Wandering", "--trainer.limit_val_batches", 1]
+    assert lit("fit", *wandering, "--report.every_n_iterations", 1)[0] == 0
+    assert Path.cwd() == tmp_path / "elsewhere"
+    assert not list(Path.cwd().iterdir())
+    assert names(tmp_path / RUNS) == ["1"]
+    run = tmp_path / RUNS / "1"
+    assert {"config.yaml", "events.jsonl", "metrics.csv", "samples.jsonl"} <= set(names(run))
+    assert names(run / "checkpoints") == ["last.ckpt"]
+    assert "val/accuracy" in (run / "metrics.csv").read_text()
 
 
 def names(folder=RUNS):

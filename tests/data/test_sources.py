@@ -95,6 +95,8 @@ def test_what_is_no_name_at_all():
         ("a.jsonl", '{"a": 1}\n5\n', "Row 2 of .*is not a row"),
         ("a.json", '{"a": 1}', "holds no list"),
         ("a.json", "[1", "cannot be read"),
+        ("a.json", "[" * 10**5, "cannot be read.*recursion"),
+        ("a.jsonl", '{"a": 1}\n' + "[" * 10**5, r"Line 2 of a\.jsonl is not JSON"),
         ("a.parquet", "nonsense", "cannot be read"),
         ("a.csv", "q;a\n1;2\n", "other delimiters.*columns between ','.*Given: ';'.*Convert it"),
         ("a.csv", "q\ta\n1\t2\n", "name it .tsv"),

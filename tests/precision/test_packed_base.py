@@ -210,6 +210,10 @@ def test_a_truncated_shard_is_named(tmp_path):
     plain.write_bytes(plain.read_bytes()[:-100])
     with pytest.raises(ConfigError, match="cannot be loaded"):
         CausalPolicy(str(tmp_path / "model")).configure()
+    plain.unlink()
+    torch.save({"lm_head.weight": tmp_path}, plain.with_name("pytorch_model.bin"))
+    with pytest.raises(ConfigError, match="cannot be loaded: a file is damaged, or a pickle of more than tensors"):
+        CausalPolicy(str(tmp_path / "model")).configure()
 
 
 def test_codes_need_the_plugin_and_an_adapter_that_does_not_need_them(tmp_path):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lit_qrl.receipts.ledger import Fault, PublishError
+from lit_qrl.rollout.engine import EngineDiedError
 from tests.vllm_engines import (
     build_engine,
     checkpoint,
@@ -168,6 +169,25 @@ def test_not_finite_at_the_sender_is_refused_and_named(published):
     state.network.get_parameter(NORM).data.copy_(kept)
     with pytest.raises(RuntimeError, match="no complete weights"):
         state.engine.score(prompts(1))
+
+
+def test_changed_rotary_table(published, monkeypatch):
+    """What no publish sends is looked at with each, and after a sleep; `outcome_json` is what a server answers."""
+    state = published()
+    engine, name = state.engine, "model.layers.0.self_attn.rotary_emb.cos_sin_cache"
+    fault, table = ("buffer", name), state.engine.live.model.get_buffer(name)
+    table[1, 0] += 2**-4
+    try:
+        assert of_ledgers(corrupted(state, lambda tensors, old: tensors)) == {fault}
+        assert [one[:2] for one in engine.llm.collective_rpc("outcome_json")[0]["faults"]] == [list(fault)]
+        engine._asleep = True
+        monkeypatch.setattr(engine.llm, "wake_up", lambda: None)
+        with pytest.raises(EngineDiedError, match=f"did not wake: RuntimeError: buffer: {name} is no longer"):
+            engine.wake()
+    finally:
+        table[1, 0] -= 2**-4
+        engine._asleep = False
+    assert corrupted(state, lambda tensors, old: tensors) == []
 
 
 def test_prefix_cache_not_reset(published, monkeypatch):

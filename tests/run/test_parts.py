@@ -1,22 +1,34 @@
-"""Checkpoints in parts: what a process group wrote is read without one, and nothing unused stays."""
+"""Checkpoints in parts, and whatever else lies where one is read: whole, damaged, or made to run code."""
+
+import ast
+import os
+import pickle
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+import lit_qrl
+from lit_qrl.callbacks.checkpoint import resolve_checkpoint
 from lit_qrl.errors import ConfigError
 from lit_qrl.run.checkpoint_files import (
     new_folder,
     parts_of,
     put_together,
+    read_checkpoint,
+    read_data_alone,
     read_parts,
     remove_unused,
     shapes_of,
     take_parts,
     write_parts,
 )
+from lit_qrl.strategies import ShardedStrategy
 
 
 @pytest.fixture
@@ -71,7 +83,7 @@ def test_a_checkpoint_in_one_file_stays_as_it_is(tmp_path):
 
 
 def test_parts_that_were_left_behind_are_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"they are not beside it.*parts-3.*together with its folder"):
+    with pytest.raises(ConfigError, match=r"its parts are not beside it.*parts-3.*together with its folder"):
         parts_of({"parts": "parts-3"}, tmp_path / "last.ckpt")
 
 
@@ -87,3 +99,132 @@ def test_what_no_checkpoint_names_is_removed(tmp_path):
     (tmp_path / "damaged.ckpt").unlink()
     remove_unused(tmp_path, tmp_path / "parts-4")
     assert sorted(one.name for one in tmp_path.glob("parts-*")) == ["parts-2", "parts-4"]
+
+
+class Runs:
+    """What leaves a file behind when it is unpickled."""
+
+    def __reduce__(self):
+        return os.mkdir, ("ran",)
+
+
+@pytest.fixture
+def parts(tmp_path, monkeypatch):
+    """Return the checkpoint of one process in a folder that is also the working directory, `parts-1` beside it."""
+    monkeypatch.chdir(tmp_path)
+    write_parts({"weights.policy.w": torch.ones(6, 4)}, tmp_path / "kept" / "parts-1")
+    path = tmp_path / "kept" / "last.ckpt"
+    torch.save({"state_dict": {}, "global_step": 1, "parts": "parts-1"}, path)
+    return path
+
+
+def name_parts(path, name):
+    torch.save({**torch.load(path, weights_only=True), "parts": name}, path)
+
+
+def elsewhere(path):
+    """Return a folder with code where the description of parts should be."""
+    folder = path.parent.parent / "elsewhere"
+    folder.mkdir()
+    (folder / ".metadata").write_bytes(pickle.dumps(Runs()))
+    return folder
+
+
+ATTACKS = {
+    "absolute": lambda path: name_parts(path, str(elsewhere(path))),
+    "upwards": lambda path: name_parts(path, f"../{elsewhere(path).name}"),
+    "parent": lambda path: name_parts(path, ".."),
+    "link": lambda path: ((path.parent / "parts-2").symlink_to(elsewhere(path)), name_parts(path, "parts-2")),
+    "metadata": lambda path: (path.parent / "parts-1" / ".metadata").write_bytes(pickle.dumps(Runs())),
+    "pickle": lambda path: path.write_bytes(pickle.dumps(Runs())),
+    "object": lambda path: torch.save({"state_dict": {}, "global_step": 1, "callbacks": Runs()}, path),
+}
+
+
+def by_a_trainer(path):
+    """Read as a Trainer does that is told to read everything."""
+    strategy = SingleDeviceStrategy("cpu")
+    read_data_alone(strategy)
+    put_together(strategy.load_checkpoint(path, weights_only=False), path)
+
+
+@pytest.mark.parametrize("read", [read_checkpoint, lambda path: ShardedStrategy().load_checkpoint(path), by_a_trainer])
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_checkpoint_runs_no_code(parts, attack, read):
+    ATTACKS[attack](parts)
+    why = r"cannot be read: (it names|it holds \w+\.mkdir, which is code|.* was never a checkpoint)"
+    with pytest.raises(ConfigError, match=why) as refused:
+        read(parts)
+    assert not Path("ran").exists()
+    assert "weights_only" not in str(refused.value)
+
+
+UNPICKLING = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
+
+
+def reads_of(tree):
+    """Yield where a module calls `torch.load` without `weights_only=True`, or imports what unpickles."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+            if not any(one.arg == "weights_only" and ast.unparse(one.value) == "True" for one in node.keywords):
+                yield node.lineno
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            named = {alias.name for alias in node.names}
+            if {getattr(node, "module", None), *named} & UNPICKLING and named != {"UnpicklingError"}:
+                yield node.lineno
+
+
+def test_nothing_else_in_the_library_unpickles():
+    found = {file.name: list(reads_of(ast.parse(file.read_text()))) for file in Path(lit_qrl.__path__[0]).rglob("*.py")}
+    unpickling = {name: lines for name, lines in found.items() if lines}
+    assert len(unpickling.pop("checkpoint_files.py")) == 1  # `_MetadataUnpickler`
+    assert not unpickling
+
+
+def damage(path, how):
+    whole = path.read_bytes()
+    parts = path.parent / "parts-1"
+    if how == "missing part":
+        next(parts.glob("*.distcp")).unlink()
+    elif how == "cut part":
+        next(parts.glob("*.distcp")).write_bytes(b"")
+    elif how == "no parts":
+        shutil.rmtree(parts)
+    else:
+        zeros = bytes(len(whole) // 2)
+        written = {"empty": b"", "zeros": whole[: len(zeros)] + zeros, "cut": whole[:-300], "text": b"no checkpoint"}
+        path.write_bytes(written[how])
+
+
+DAMAGES = {
+    "empty": "it is empty",
+    "cut": "it is cut short",
+    "zeros": "it is cut short",
+    "text": "it is cut short, or was never a checkpoint",
+    "missing part": r"of its parts .*distcp is missing",
+    "cut part": r"of its parts .*distcp is cut short",
+    "no parts": "its parts are not beside it",
+}
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_damaged_checkpoint_names_those_that_are_whole(parts, how):
+    run, folder = parts.parent.parent, parts.parent.rename(parts.parent.parent / "checkpoints")
+    for step in (2, 4):
+        torch.save({"state_dict": {}, "global_step": step}, folder / f"iteration-{step}.ckpt")
+    (folder / "iteration-6.ckpt").write_bytes(b"")
+    assert resolve_checkpoint("last", run, False) == str(folder / "last.ckpt")
+    damage(folder / "last.ckpt", how)
+    newest = folder / "iteration-4.ckpt"
+    with pytest.raises(ConfigError, match=rf"last\.ckpt cannot be read: {DAMAGES[how]}") as refused:
+        resolve_checkpoint("last", run, False)
+    assert f"{newest}, {folder / 'iteration-2.ckpt'}." in refused.value.remedy
+    assert f"--ckpt_path {newest}" in refused.value.remedy
+    assert "weights_only" not in str(refused.value)
+    assert resolve_checkpoint(None, run, True) == resolve_checkpoint("last", run, True) == str(newest)
+    with pytest.raises(ConfigError, match="cannot be read"):  # who names a file gets that file
+        resolve_checkpoint(str(folder / "last.ckpt"), run, True)
+    for whole in (2, 4):
+        (folder / f"iteration-{whole}.ckpt").unlink()
+    with pytest.raises(ConfigError, match=r"No other checkpoint beside it is whole\."):
+        resolve_checkpoint("last", run, True)

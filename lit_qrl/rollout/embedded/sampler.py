@@ -5,7 +5,7 @@ import time
 import traceback
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
@@ -17,8 +17,8 @@ from lit_qrl.formats.dense import Dense
 from lit_qrl.formats.support import tell_emulated
 from lit_qrl.network.autocast import computing_in
 from lit_qrl.network.shards import is_sharded
-from lit_qrl.network.structure import check_positions, check_tokens
-from lit_qrl.receipts.ledger import PublishReport, ReceivedLedger, RefusedError
+from lit_qrl.network.structure import check_positions, check_tokens, computed_buffers
+from lit_qrl.receipts.ledger import Constants, PublishReport, ReceivedLedger, RefusedError
 from lit_qrl.rollout.embedded.decode import Piece, split
 from lit_qrl.rollout.embedded.loading import EmbeddedAdapter, Loader, Modules, skeleton
 from lit_qrl.rollout.embedded.sampling import check_sampling
@@ -159,6 +159,7 @@ class EmbeddedSampler(RolloutEngine):
         self._modules: Modules | None = None
         self._adapter: EmbeddedAdapter | None = None
         self._borrowed: list[tuple[Tensor, int]] = []
+        self._constants = Constants(dict)
         self._whole = False
         self.computes: torch.dtype | None = None
         self._shortage = Shortage()
@@ -179,6 +180,7 @@ class EmbeddedSampler(RolloutEngine):
         device = policy.device if outlined else next(learner.parameters()).device
         self._modules, self._adapter = Modules(skeleton(learner, device), device), None
         self._whole, self._shortage = False, Shortage()
+        self._constants = Constants(partial(computed_buffers, self._modules.network, beside_weights=True))
 
     def autocast_of(self, spec: SamplerSpec, format: NumberFormat | None) -> torch.dtype | None:
         """Return the dtype of the autocast that weights of a format are drawn from under, the learner's, or None."""
@@ -213,6 +215,7 @@ class EmbeddedSampler(RolloutEngine):
         share = self.share == "auto" and not self.spec.outlives_update
         loader = Loader(self._modules, format, version, self.dtype, owned, share, self.keep_operands)
         loader.load(tensors)
+        loader.received.faults += self._constants.faults()
         self.loaded(self._modules)
         self.computes = self.autocast_of(self.spec, format)
         self._borrowed, self._whole, self.version = loader.borrowed, True, version
@@ -260,6 +263,7 @@ class EmbeddedSampler(RolloutEngine):
 
     def _partial(self, received: ReceivedLedger, start: float) -> PublishReport:
         self.version = received.version
+        received.faults += self._constants.faults()
         return PublishReport(
             version=received.version,
             seconds=time.perf_counter() - start,
@@ -285,3 +289,4 @@ class EmbeddedSampler(RolloutEngine):
 
     def close(self) -> None:
         self._modules, self._adapter, self._borrowed, self._whole = None, None, [], False
+        self._constants = Constants(dict)

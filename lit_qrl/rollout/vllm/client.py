@@ -4,6 +4,7 @@ import base64
 import hashlib
 import io
 import json
+import logging
 import math
 import re
 import time
@@ -45,6 +46,8 @@ from lit_qrl.rollout.vllm.process import environment_of
 from lit_qrl.rollout.vllm.server import Place, Server, Start
 from lit_qrl.rollout.vllm.ways import Broadcast, DeviceMemory, Files, Packed, Sender, chunks
 from lit_qrl.types import Completion, SamplingParams
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Transfer = Literal["auto", "files", "ipc", "nccl", "memory", "socket", "collective"]
@@ -859,6 +862,8 @@ def read_key(path: str | Path) -> str:
             "The key of vLLM's server cannot be read.",
             expected="a file with one line that run and server share, readable by its owner alone",
             given=why,
-            remedy="Write one by `openssl rand -hex 32 > token`, and give both its path.",
+            remedy="Write one by `(umask 077; openssl rand -hex 32 > token)`, and give both its path.",
         )
+    if Path(path).stat().st_mode & 0o004:
+        log.warning("Everybody on this host can read the key in %s; take that away by: chmod 600 %s", path, path)
     return key

@@ -582,6 +582,7 @@ class VLLMEngine(RolloutEngine):
             return
         with deadly("did not wake", self._watchdog("waking"), WAKE_REMEDY):
             self.llm.wake_up()
+            self.llm.collective_rpc("check_constants")  # which no publish need follow
         # Memory comes back with arbitrary contents, at the addresses that it had.
         unlock_workspaces()
         self._poisoned = True

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,8 +28,17 @@ from lit_qrl.errors import listed
 from lit_qrl.formats import support
 from lit_qrl.network.linears import transposed_layers
 from lit_qrl.network.names import checkpoint_name, stored
+from lit_qrl.network.structure import computed_buffers
 from lit_qrl.receipts.checksum import Checksums, slice_of, slices
-from lit_qrl.receipts.ledger import Fault, PublishError, ReceivedLedger, RefusedError, TensorReceipt, share_of_bound
+from lit_qrl.receipts.ledger import (
+    Constants,
+    Fault,
+    PublishError,
+    ReceivedLedger,
+    RefusedError,
+    TensorReceipt,
+    share_of_bound,
+)
 from lit_qrl.rollout.vllm.locations import (
     DESCRIPTIVE,
     WIDENED,
@@ -88,6 +98,8 @@ class LiveModel:
         self._untouched: set[str] = set()
         self._names = {id(module): name for name, module in self._modules.items()}
         self._watch_repacking()
+        self.constants = Constants(partial(computed_buffers, model, beside_weights=False))
+        """Buffers that vLLM made when it was built: they are looked at after each publish, and after a sleep."""
 
     def locate(self, name: str) -> Place | None:
         """Return where the checkpoint tensor `name` goes, or None where only vLLM's loader knows (stacked experts)."""
@@ -170,6 +182,7 @@ class LiveModel:
                     self._record_unprocessed()
                 self._refresh_tied()
                 ledger.faults += stale_derived(self._derived, self._columns) + wrongly_computed(self._computed)
+                ledger.faults += self.constants.faults()
                 self._check_copies()
         finally:
             self.abandon()
@@ -384,6 +397,7 @@ class LiveModel:
                 )
             live.data.copy_(tensor)
             ledger.record(name, live)
+        ledger.faults += self.constants.faults()
 
     def read_back(self, name: str) -> Tensor | None:
         """Return the live tensor under its checkpoint name, or None where the layer was repacked."""

@@ -48,6 +48,9 @@ class WorkerExtension:
         """
         live = LiveModel(self.model_runner.get_model(), self.vllm_config, network, divided)
         register_head_bias(live.model, network)
+        before = self.weight_transfer_engine.live
+        if before is not None:  # of another run with this server: what came over them since it started shows
+            live.constants = before.constants
         self.weight_transfer_engine.live = live
         return live
 
@@ -79,8 +82,14 @@ class WorkerExtension:
             ledger: for the receipts.
             config: the policy's PEFT config.
         """
-        manager = self.model_runner.lora_manager
-        LiveAdapter(self.weight_transfer_engine.live, manager, config).load(tensors, ledger)
+        live, manager = self.weight_transfer_engine.live, self.model_runner.lora_manager
+        LiveAdapter(live, manager, config).load(tensors, ledger)
+        ledger.faults += live.constants.faults()
+
+    def check_constants(self) -> None:
+        """Raise `RuntimeError` for a buffer that is no longer what it was when the engine was built."""
+        if faults := self.weight_transfer_engine.live.constants.faults():
+            raise RuntimeError("; ".join(map(str, faults)))
 
     def clear_adapter(self) -> None:
         """Zero the adapter's memory of every layer, also of those that it leaves alone."""

@@ -3,7 +3,7 @@ import types
 import peft
 import pytest
 import torch
-from transformers import Gemma2Config, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import Gemma2Config, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen3Config
 
 from lit_qrl import formats
 from lit_qrl.errors import ConfigError
@@ -11,7 +11,8 @@ from lit_qrl.network.adapters import merged_weights
 from lit_qrl.network.linears import quantizable_linears
 from lit_qrl.network.routing import Routing, differing
 from lit_qrl.network.stream import weight_stream
-from lit_qrl.receipts.ledger import Ledger, compare
+from lit_qrl.network.structure import computed_buffers
+from lit_qrl.receipts.ledger import Constants, Fault, Ledger, compare
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.embedded.sampling import truncate
 from lit_qrl.rollout.engine import SamplerSpec
@@ -316,6 +317,34 @@ def test_what_is_sent_is_what_is_held(network, format):
         held = engine.read_back(name)
         assert held.dtype == tensor.dtype
         assert torch.equal(held.view(torch.uint8), tensor.view(torch.uint8)) if held.ndim else held == tensor
+
+
+@pytest.mark.parametrize("format", [None, formats.get("fp8_row")])
+def test_a_buffer_that_no_publish_sends_is_looked_at_with_each(network, format):
+    engine = TransformersEngine()
+    engine.setup(SamplerSpec(), policy_of(network))
+    assert publish(engine, network, format, 0).received.faults == []
+    engine.score(PROMPTS)
+    assert publish(engine, network, format, 1).received.faults == []
+    engine.network.get_buffer("model.rotary_emb.inv_freq")[1] += 2**-20
+    changed = [Fault("buffer", "model.rotary_emb.inv_freq")]
+    for version in (2, 3):  # it is not forgotten
+        assert publish(engine, network, format, version).received.faults == changed
+    norm = {"model.norm.weight": network.model.norm.weight}
+    assert engine.perturb(iter(norm.items()), 4).received.faults == changed
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_frequencies_that_follow_the_length_are_no_constants(kind):
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4} if kind == "longrope" else {}
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 16, **factors}
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=8, **shape, max_position_embeddings=16, rope_parameters=rope)
+    follows = LlamaForCausalLM(config).eval()
+    constants, before = Constants(lambda: computed_buffers(follows, True)), follows.model.rotary_emb.inv_freq.clone()
+    follows(torch.ones(1, 40, dtype=torch.long))
+    assert not torch.equal(follows.model.rotary_emb.inv_freq, before)
+    assert constants.faults() == []
 
 
 def test_formats_may_alternate():

@@ -14,7 +14,15 @@ import torch
 from lit_qrl.errors import ConfigError
 from lit_qrl.rollout.engine import EngineDiedError, Learners
 from lit_qrl.rollout.vllm import client, guard, server, ways
-from lit_qrl.rollout.vllm.client import RemoteEngine, RemoteVLLMEngine, between, completion_of, ledger_of, places
+from lit_qrl.rollout.vllm.client import (
+    RemoteEngine,
+    RemoteVLLMEngine,
+    between,
+    completion_of,
+    ledger_of,
+    places,
+    read_key,
+)
 from lit_qrl.rollout.vllm.engine import VLLMEngine
 from lit_qrl.rollout.vllm.installation import versions
 from lit_qrl.rollout.vllm.server import Place, Server
@@ -213,8 +221,12 @@ def test_handles_of_a_gpu_are_of_one_host():
         RemoteVLLMEngine(hosts=["node:1"], transfer="ipc")
 
 
-def test_addresses_and_their_key(tmp_path):
+def test_addresses_and_their_key(tmp_path, caplog):
     (tmp_path / "token").write_text(f"{KEY}\n")
+    for mode, told in ((0o640, False), (0o644, True)):
+        (tmp_path / "token").chmod(mode)
+        read_key(tmp_path / "token")
+        assert (f"chmod 600 {tmp_path / 'token'}" in caplog.text) is told
     found = places("auto", ["node:80", "https://other:443"], str(tmp_path / "token"), Learners())
     assert [(one.name, one.key) for one in found] == [("http://node:80", KEY), ("https://other:443", KEY)]
     assert not any(one.started for one in found)
