@@ -196,9 +196,7 @@ class RolloutEngine(Described, ABC):
     overlaps: bool = False
     """True when it draws in a process of its own, so that the learner can update meanwhile."""
     takes_in_flight: bool = False
-    """True when `generate` calls `between_steps`, which may publish, and then says which weights drew which token."""
-    between_steps: Callable[[], None] | None = None
-    """Called between two steps of a `generate`, when nothing is being computed."""
+    """True when weights may come while completions are drawn, of whose tokens it says which weights drew them."""
     draws_together: bool = False
     """True when processes of the learner are one engine: each must ask when another does, and none is built alone."""
 
