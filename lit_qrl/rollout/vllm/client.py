@@ -327,7 +327,10 @@ class RemoteEngine(RolloutEngine):
             until()
             until = None
         done = False
-        with self._asked():
+        with self._asked(), ExitStack() as first:
+            for server in self.servers:
+                if server.version < 0:  # parts may take long, in which its loop answers nothing
+                    first.enter_context(server.watched(loads=True))
             try:
                 if until is None:
                     self._start_update()
