@@ -166,13 +166,8 @@ def test_a_death_is_named_in_time_and_the_next_server_draws_the_same(emulated, m
 IN_FLIGHT = {"schedule": "async", "max_staleness": 2, "in_flight_updates": "keep"}
 
 
-@pytest.mark.parametrize(
-    "flight",
-    [
-        pytest.param({"schedule": "one_step_off"}, id="one_step_off"),
-        pytest.param(IN_FLIGHT, marks=pytest.mark.slow, id="in_flight"),
-    ],
-)
+@pytest.mark.slow  # deaths in a run: tests/loop/test_ahead.py
+@pytest.mark.parametrize("flight", [{"schedule": "one_step_off"}, IN_FLIGHT], ids=["one_step_off", "in_flight"])
 def test_a_run_draws_ahead_and_learns_from_the_log_probs_of_those_that_drew(emulated, tmp_path, flight, monkeypatch):
     model_folder(tmp_path / "model", hidden_size=128, intermediate_size=256, head_dim=32, max_position_embeddings=128)
     post, struck = Server.post, []

@@ -2,7 +2,6 @@
 
 import base64
 import hashlib
-import io
 import json
 import math
 import re
@@ -16,7 +15,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -157,7 +155,6 @@ class RemoteEngine(RolloutEngine):
         for used, what, remedy in (
             (spec.kept, "the tokens among which one was drawn (top_p or top_k with a learner that masks)", ""),
             (spec.adapter is not None, "an adapter apart from its base", "Set publisher.lora to merged. "),
-            (spec.format is not None and spec.format.name == "nf4", "publisher.format nf4", "Choose another. "),
             (spec.routes, "the experts that its tokens took", "Leave out RouterReplay. "),
             (spec.in_flight != "none" and not self.takes_in_flight, "which weights drew which token", ""),
         ):
@@ -235,15 +232,14 @@ class RemoteEngine(RolloutEngine):
         on_gpus = all(server.place.name.startswith("cuda") for server in self.servers)
         if way == "auto":
             way = "ipc" if on_gpus else "files"
-        opening: list[Any] = [None] * len(self.servers)
         if way == "nccl":
-            opening, self._sender = self._meet()
+            self._sender = self._meet()
             return
         self._sender = DeviceMemory(seen_as=1) if way == "ipc" else Files(self.folder)
-        for server, one in zip(self.servers, opening, strict=True):
-            server.post("/init_weight_transfer_engine", {"init_info": {"group": one}}, self.silence)
+        with self._all("/init_weight_transfer_engine", [{"init_info": {}}] * len(self.servers)):
+            pass
 
-    def _meet(self) -> tuple[list[Any], Sender]:
+    def _meet(self) -> Sender:
         import socket
 
         with socket.create_server(("", 0)) as free:
@@ -252,7 +248,7 @@ class RemoteEngine(RolloutEngine):
         groups = [[address, port, 1 + number, size] for number in range(len(self.servers))]
         device = torch.device("cuda", torch.cuda.current_device())
         with self._all("/init_weight_transfer_engine", [{"init_info": {"group": one}} for one in groups]):
-            return groups, Broadcast(address, port, size, device)
+            return Broadcast(address, port, size, device)
 
     def _leave(self) -> None:
         sender, self._sender = self._sender, None
@@ -516,7 +512,12 @@ class RemoteEngine(RolloutEngine):
             for k in range(n)
             if missing[i] * n + k not in kept
         ]
-        for row, completion in self._together(jobs, lambda: progress and progress(len(kept), tokens_of(kept))):
+
+        def tell() -> None:
+            if progress is not None:
+                progress(len(kept), sum(len(one.token_ids) for one in kept.values()))
+
+        for row, completion in self._together(jobs, tell):
             kept[row] = completion
             if finished is not None:
                 finished({row: completion})
@@ -676,7 +677,6 @@ def completion_of(choice: Mapping[str, Any], version: int) -> Completion:
     spans = choice.get("weight_versions") or []
     known = [one for one in spans if one["version"].isdecimal()]
     versions = [int(one["version"]) for one in known for _ in range(one["start"], one["end"])]
-    experts = choice.get("routed_experts")
     logprobs = (choice.get("logprobs") or {}).get("content") or []
     return Completion(
         token_ids=tokens,
@@ -684,17 +684,7 @@ def completion_of(choice: Mapping[str, Any], version: int) -> Completion:
         finish_reason="stop" if choice.get("finish_reason") == "stop" else "length",
         version=versions[0] if len(versions) == len(tokens) > 0 else version,
         versions=versions if len(versions) == len(tokens) > 0 else None,
-        routed_experts=None if experts is None else torch.from_numpy(_array(experts)),
     )
-
-
-def _array(text: str) -> np.ndarray:
-    return np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
-
-
-def tokens_of(kept: Mapping[int, Completion]) -> int:
-    """Return how many tokens completions have."""
-    return sum(len(one.token_ids) for one in kept.values())
 
 
 def receipts_of(told: Mapping[str, Any]) -> dict[str, TensorReceipt]:

@@ -17,7 +17,8 @@ import torch
 
 import tests
 from lit_qrl.errors import ConfigError
-from lit_qrl.rollout.engine import EngineDiedError, Learners, SamplerSpec
+from lit_qrl.rollout.embedded.engine import TransformersEngine
+from lit_qrl.rollout.engine import EngineDiedError, Learners, Pauses, SamplerSpec
 from lit_qrl.rollout.vllm import client, guard, server, ways
 from lit_qrl.rollout.vllm.client import RemoteEngine, RemoteVLLMEngine, between, completion_of, ledger_of, places
 from lit_qrl.rollout.vllm.engine import VLLMEngine
@@ -214,6 +215,11 @@ def test_a_completion_says_which_weights_drew_it_where_the_server_does():
 def test_what_the_server_does_not_do_is_refused_by_name(options, named):
     with pytest.raises(ConfigError, match=named):
         RemoteEngine(VLLMEngine(**options))
+
+
+def test_it_stands_still_between_two_steps_as_no_engine_of_this_process_does():
+    assert isinstance(RemoteVLLMEngine(), Pauses)
+    assert not isinstance(TransformersEngine(), Pauses)
 
 
 def test_handles_of_a_gpu_are_of_one_host():
