@@ -112,7 +112,7 @@ class RemoteEngine(RolloutEngine):
         self.servers: list[Server] = []
         self._folder: Path | None = None
         self._sender: Sender | None = None
-        self._usable = self._paused = False
+        self._usable = self._paused = self._poisoned = False
         self._until: Callable[[], None] | None = None
         self._kept: tuple[str, dict[int, Completion]] = ("", {})
 
@@ -325,8 +325,8 @@ class RemoteEngine(RolloutEngine):
         done = False
         with self._asked(), ExitStack() as first:
             for server in self.servers:
-                if server.version < 0:  # parts may take long, in which its loop answers nothing
-                    first.enter_context(server.watched(loads=True))
+                if "publish" not in server.done:  # of later ones each part answers in time
+                    first.enter_context(server.watched("publish"))
             try:
                 if until is None:
                     self._start_update()
@@ -345,6 +345,9 @@ class RemoteEngine(RolloutEngine):
                     self._abandon()
         ledgers = [self._ledger(outcome, version) for outcome in outcomes]
         received = ledgers[0]
+        if self._poisoned and not self._paused:  # a page keeps NaN until it is overwritten
+            with self._all("/collective_rpc", [{"method": "clear_kv_cache"}] * len(self.servers)):
+                self._poisoned = False
         received.prefix_reset = all(list(map(self._forget_prefixes, self.servers)))
         received.faults += between(ledgers, [server.place.name for server in self.servers])
         self._usable, self.version = True, version
@@ -380,7 +383,7 @@ class RemoteEngine(RolloutEngine):
 
     def _patience(self) -> float:
         """Seconds for a part of a publish: the first compiles kernels."""
-        return self.silence if all(server.version >= 0 for server in self.servers) else self.engine.start_timeout
+        return self.silence if all("publish" in server.done for server in self.servers) else self.engine.start_timeout
 
     def _finish_update(self, version: int) -> list[dict[str, Any]]:
         body = {"weight_version": str(version)} if self.takes_in_flight else None
@@ -517,7 +520,7 @@ class RemoteEngine(RolloutEngine):
             if progress is not None:
                 progress(len(kept), sum(len(one.token_ids) for one in kept.values()))
 
-        for row, completion in self._together(jobs, tell):
+        for row, completion in self._together("draw", jobs, tell):
             kept[row] = completion
             if finished is not None:
                 finished({row: completion})
@@ -531,7 +534,9 @@ class RemoteEngine(RolloutEngine):
         requests.check_lengths(prompts, [limit] * len(prompts), self.engine.longest())
         check_tokens(self.policy.network.config, prompts)
 
-    def _together(self, jobs: Sequence[tuple[Server, Callable[[], T]]], tell: Callable[[], Any]) -> Iterator[T]:
+    def _together(
+        self, kind: str, jobs: Sequence[tuple[Server, Callable[[], T]]], tell: Callable[[], Any]
+    ) -> Iterator[T]:
         """Do jobs of several servers at the same time, and yield what comes of them as it comes.
 
         A server that dies ends its own jobs; those of the others are done before its death is raised.
@@ -540,7 +545,7 @@ class RemoteEngine(RolloutEngine):
         with ExitStack() as stack:
             pools = {}
             for server in dict.fromkeys(server for server, _ in jobs):
-                stack.enter_context(server.watched())
+                stack.enter_context(server.watched(kind))
                 pools[server] = ThreadPoolExecutor(AT_ONCE, thread_name_prefix=f"draw {server.place.name}")
                 stack.callback(pools[server].shutdown, wait=False, cancel_futures=True)
             under_way = {pools[server].submit(job) for server, job in jobs}
@@ -575,7 +580,9 @@ class RemoteEngine(RolloutEngine):
         }
         version = self.version
         answer = server.post("/inference/v1/generate", self._request(prompt, asked))
-        return completion_of(answer["choices"][0], version)
+        drawn = completion_of(answer["choices"][0], version)
+        self._poisoned |= not all(map(math.isfinite, drawn.logprobs))
+        return drawn
 
     def _request(self, tokens: Sequence[int], sampling: Mapping[str, Any]) -> dict[str, Any]:
         salt = f"version {self.version}"  # by which no prefix of other weights is found
@@ -600,10 +607,11 @@ class RemoteEngine(RolloutEngine):
                 (server, partial(ask, server, row))
                 for row, server in enumerate(self.servers[i % len(self.servers)] for i in range(len(sequences)))
             ]
-            found = dict(self._together(jobs, lambda: None))
+            found = dict(self._together("score", jobs, lambda: None))
         finally:
             if standing:
                 self.pause()
+        self._poisoned |= not all(bool(values.isfinite().all()) for values in found.values())
         return [found[row] for row in range(len(sequences))]
 
     def converse(self, dialogue: Dialogue, sampling: SamplingParams | None = None) -> None:
@@ -617,7 +625,7 @@ class RemoteEngine(RolloutEngine):
 
         with self._asked(), ExitStack() as stack:
             for server in self.servers:
-                stack.enter_context(server.watched())
+                stack.enter_context(server.watched("draw"))
             pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="turns")
             stack.callback(pool.shutdown, wait=False, cancel_futures=True)
             asked: dict[Future[Completion], Turn] = {}

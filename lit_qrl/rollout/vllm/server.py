@@ -107,6 +107,8 @@ class Server:
         """True between `open` and a death."""
         self.version = -1
         """Of its weights."""
+        self.done: set[str] = set()
+        """Kinds of work that it has done since its start; the first of a kind may compile."""
         self._process: subprocess.Popen[bytes] | None = None
         self._url, self._key = urlsplit(place.name if "://" in place.name else ""), place.key
         self._tls = ssl.create_default_context(cafile=place.certificates) if self._url.scheme == "https" else None
@@ -209,6 +211,7 @@ class Server:
     def close(self) -> None:
         """End the connections and, where it is the run's, the process and all that it started."""
         self.ready = self._starting = False
+        self.done.clear()
         self.hang_up()
         process, self._process = self._process, None
         if process is not None:
@@ -309,18 +312,18 @@ class Server:
         return http.client.HTTPSConnection(host, port, timeout=CONNECT, context=self._tls)
 
     @contextmanager
-    def watched(self, loads: bool = False) -> Iterator[None]:
+    def watched(self, kind: str) -> Iterator[None]:
         """Look after the server inside: where its loop says nothing for `silence`, whoever waits hears of its death.
 
         Args:
-            loads: the loop is busy with a part of a publish for as long as that takes, so its front is asked instead.
+            kind: of the work; while the loop does its first of a kind, which may take long, the front is asked instead.
         """
-        over = threading.Event()
+        over, first = threading.Event(), kind not in self.done
 
         def watch() -> None:
             with suppress(EngineDiedError, StatusError):
                 while not over.wait(BEAT):
-                    if loads:
+                    if first:
                         self._hear("GET", "/health", None, self.silence)
                     else:
                         self.call("beat_json")
@@ -329,6 +332,7 @@ class Server:
         thread.start()
         try:
             yield
+            self.done.add(kind)
         finally:
             over.set()
 

@@ -107,7 +107,11 @@ def test_silence_in_the_middle_of_a_draw_is_a_death_of_all_that_wait(monkeypatch
 
     with standing_in(answer) as address:
         one, start = Server(Place(address, KEY), silence=0.5), time.monotonic()
-        with pytest.raises(EngineDiedError, match=r"is gone: no answer to /collective_rpc for 0\.5 s"), one.watched():
+        one.done.add("draw")
+        with (
+            pytest.raises(EngineDiedError, match=r"is gone: no answer to /collective_rpc for 0\.5 s"),
+            one.watched("draw"),
+        ):
             one.post("/inference/v1/generate", {})
         assert time.monotonic() - start < 5
         over.set()
@@ -315,6 +319,26 @@ def test_a_publish_that_its_sender_breaks_off_is_given_up_and_the_next_is_whole(
         engine.generate([[5]], 1, seed=0)
     served.publish(engine, 1)
     assert len(engine.generate([[5]], 1, seed=0)) == 1
+
+
+@pytest.mark.vllm
+def test_pages_with_nan_do_not_outlive_the_weights_that_made_them(served):
+    engine, cleared = served.engine(), []
+    for prompt in (12, 13, 12):
+        served.publish(engine, len(cleared))
+        engine.generate([[prompt]], 1, seed=0)
+        cleared.append(served.asked.count("clear_kv_cache"))
+    assert cleared == [0, 0, 2]  # one for each server
+
+
+@pytest.mark.vllm
+def test_the_first_of_a_kind_may_take_longer_than_a_server_may_be_silent(served):
+    engine = served.engine()
+    served.publish(engine, 0)
+    assert len(engine.generate([[14]], 1, seed=0)) == 1
+    engine.generate([[5], [6, 7]], 1, seed=0)
+    with pytest.raises(EngineDiedError, match=r"no answer to /collective_rpc for 1 s"):
+        engine.generate([[14]], 1, seed=0)
 
 
 @pytest.mark.vllm
