@@ -11,7 +11,7 @@ steps     GRPO iterations, one update each: seconds by phase, peaks by phase, an
 rollout   the engine alone with a LoRA of rank 32: for a base that no learner fits beside
 ranks     the engine alone at batch 1 with LoRA of each rank
 
-Methods: bf16 (plain LoRA, the baseline), nvfp4, mxfp4, int4_group, nf4. Memory is in GiB; "device" is what the driver
+Methods: bf16 (plain LoRA, the baseline), nvfp4, mxfp4, int4_group. Memory is in GiB; "device" is what the driver
 says is used, CUDA context and graphs included. Out of memory is a result: it is noted, and the next setting runs in a
 new process. `--tiny` tries every line on a CPU.
 """
@@ -46,7 +46,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "14b": _BIG | {"intermediate_size": 13824, "num_hidden_layers": 48},
     "32b": _BIG | {"intermediate_size": 27648, "num_hidden_layers": 64},
 }
-METHODS = ("bf16", "nvfp4", "mxfp4", "int4_group", "nf4")
+METHODS = ("bf16", "nvfp4", "mxfp4", "int4_group")
 SECTIONS = ("steps", "rollout", "ranks")
 CHECKPOINTING: dict[str, Any] = {"on": True, "off": False, "auto": "auto"}
 """What of the layers is computed again: all, none, or those that do not fit (alone: not beside the others)."""

@@ -70,7 +70,7 @@ def serve(
     from lit_qrl.rollout.vllm.folder import keep, model_folder
     from lit_qrl.rollout.vllm.guard import KEY
     from lit_qrl.rollout.vllm.process import environment_of
-    from lit_qrl.rollout.vllm.server import DEVELOPMENT, command
+    from lit_qrl.rollout.vllm.server import NEEDED, command
     from lit_qrl.types import SamplingParams
 
     key = read_key(token_file)
@@ -92,7 +92,7 @@ def serve(
     folder = model_folder(network, chosen, spec.exclude, quantize_head, DTYPES[dtype], longest)
     engine.describe(spec, network)
     tls = {"--ssl-certfile": certificate, "--ssl-keyfile": certificate_key}
-    environment = environment_of(deep_gemm=False, kv_cache_gib=None) | DEVELOPMENT
+    environment = environment_of(deep_gemm=False, kv_cache_gib=None) | NEEDED
     environment["CUDA_VISIBLE_DEVICES"] = device.partition(":")[2]
     line = [
         *command(),

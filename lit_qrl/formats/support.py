@@ -140,9 +140,6 @@ TABLE: dict[str, FormatSupport] = {
     "nf4": FormatSupport(
         audited=False,
         dequantizes_at_once=True,
-        vllm=_BOTH,
-        vllm_methods=("NF4LinearMethod",),
-        vllm_copied=("NF4LinearMethod",),
         folder_experts=(),
     ),
     "int3_channel": FormatSupport(audited=False, folders=False, folder_experts=()),

@@ -30,8 +30,7 @@ from lit_qrl.functional.mismatch import k3_divergence
 from lit_qrl.loop.contracts import Learner, PendingRollout, Schedule
 from lit_qrl.loop.hooks import rl_callbacks
 from lit_qrl.loop.turns import TakesTurns
-from lit_qrl.rollout.engine import EngineDiedError, InFlight, Scores
-from lit_qrl.rollout.pauses import Pauses
+from lit_qrl.rollout.engine import EngineDiedError, InFlight, Pauses, Scores
 from lit_qrl.run.checkpoint_files import when_written
 from lit_qrl.seeding import derive_seed
 from lit_qrl.types import Completion

@@ -1,7 +1,7 @@
 """Computing under autocast where weights are read many times: each is cast once, not at every use."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -59,13 +59,3 @@ def computing_in(network: nn.Module, device: str, dtype: torch.dtype | None) -> 
     finally:
         for layer in layers:
             del layer.forward
-
-
-@contextmanager
-def without_autocast() -> Iterator[None]:
-    """Compute in the dtypes of the operands for a moment."""
-    with ExitStack() as stack:
-        for device in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
-        yield

@@ -35,9 +35,6 @@ FUSED_LAYERS = {
 """Linear layers, by the last part of their names, and the one layer that engines hold and multiply them as. A test
 holds it to what vLLM's models say that they pack; where vLLM holds others as one, `check_groups`
 (`rollout/vllm/checks.py`) says so."""
-ROW_PAIRS = (("v_proj", "o_proj", "q_proj"), ("up_proj", "down_proj", "gate_proj"))
-"""A layer whose output channels are another's input channels, that other, and a third beside them; what lies between is
-linear in the first."""
 RMS_NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
 """Classes whose forward pass is weight · (x · rsqrt(mean x² + ε)), rounded before the product."""
 ROTATED_BY_HALVES = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention")

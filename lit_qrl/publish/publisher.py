@@ -28,8 +28,7 @@ from lit_qrl.publish.delivery import AdapterBeside, Delivery, Stages
 from lit_qrl.publish.probe import ScoreCheck
 from lit_qrl.publish.spec import OnHang, PublishSettings, sampler_spec, source_of, trained_source
 from lit_qrl.receipts.ledger import PublishError, PublishReport
-from lit_qrl.rollout.engine import EngineDiedError, Sleeps
-from lit_qrl.rollout.pauses import Pauses
+from lit_qrl.rollout.engine import EngineDiedError, Pauses, Sleeps
 from lit_qrl.run.event_log import event, tell
 from lit_qrl.run.stop import stop_run, stop_where_short
 from lit_qrl.strategies.colocated import begin_rollout, begin_update

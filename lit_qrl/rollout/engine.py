@@ -153,19 +153,6 @@ class EnginePolicy(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class OutlinedPolicy:
-    """A learner in another process, as the engine in this one knows it.
-
-    Args:
-        network: its model, without memory for weights.
-        device: where the engine computes.
-    """
-
-    network: nn.Module
-    device: torch.device
-
-
 class EngineDiedError(RuntimeError):
     """The engine cannot go on: its own error is the cause. `discard` it, `setup` it and publish to build it again."""
 
@@ -198,9 +185,7 @@ class RolloutEngine(Described, ABC):
     overlaps: bool = False
     """True when it draws in a process of its own, so that the learner can update meanwhile."""
     takes_in_flight: bool = False
-    """True when `generate` calls `between_steps`, which may publish, and then says which weights drew which token."""
-    between_steps: Callable[[], None] | None = None
-    """Called between two steps of a `generate`, when nothing is being computed."""
+    """True when weights may come while completions are drawn, of whose tokens it says which weights drew them."""
     draws_together: bool = False
     """True when processes of the learner are one engine: each must ask when another does, and none is built alone."""
 
@@ -375,6 +360,19 @@ class Sleeps(Protocol):
 
     def wake(self) -> None:
         """Take the memory back before the next publish."""
+
+
+@runtime_checkable
+class Pauses(Protocol):
+    """An engine whose draws stop between two steps while another thread gives it weights."""
+
+    def pause(self) -> None:
+        """Return when nothing is computed; the thread that draws waits until `resume`."""
+        ...
+
+    def resume(self, whole: bool = True) -> None:
+        """Let it go on, or end with `EngineDiedError` where the weights that came are not whole."""
+        ...
 
 
 @runtime_checkable

@@ -76,7 +76,7 @@ def test_from_8_9_on_nothing_is_refused(capability, name, gpu):
     vllm_checks.check_format(formats.get(name))
 
 
-@pytest.mark.parametrize("name", ["bf16", "int8_channel", "int4_group", "nvfp4", "nf4"])
+@pytest.mark.parametrize("name", ["bf16", "int8_channel", "int4_group", "nvfp4"])
 def test_other_formats_and_other_devices_are_not_asked(name, gpu, caplog):
     gpu((7, 0))
     for format, device in ((formats.get(name), CUDA), (formats.get("fp8_row"), CPU), (None, CUDA)):
@@ -150,9 +150,9 @@ def test_a_format_without_a_row_is_known_to_nobody_else(format_rows):
 
 def test_names_come_in_the_order_of_the_table():
     assert support.names_where(lambda row: "cpu" in row.vllm) == [
-        *("bf16", "fp16", "fp32", "fp8_tensor", "fp8_row", "int8_channel", "int4_group", "nf4")
+        *("bf16", "fp16", "fp32", "fp8_tensor", "fp8_row", "int8_channel", "int4_group")
     ]
-    assert support.names_where(lambda row: "cuda" not in row.vllm) == ["int3_channel"]
+    assert support.names_where(lambda row: "cuda" not in row.vllm) == ["nf4", "int3_channel"]
     assert support.names_where(lambda row: not row.folders) == ["int3_channel"]
 
 

@@ -2,6 +2,7 @@
 
 import csv
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from lit_qrl.loop.schedule import RolloutPrefetcher, ages_in_words
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.engine import EngineDiedError
 from lit_qrl.run.event_log import read_jsonl
+from lit_qrl.types import Completion
 from tests.tiny_run import build, parameters_of
 
 ONE_OFF, THREE_OFF = {"schedule": "one_step_off"}, {"schedule": "async", "max_staleness": 3}
@@ -223,7 +225,9 @@ def test_the_end_says_how_old_the_weights_were(tmp_path):
 
 
 class Flying(Apart):
-    """Takes weights between two steps; each draw but the first waits for some after its second step."""
+    """Takes weights between two steps of a rollout; each draw but the first waits for some after its second step."""
+
+    takes_in_flight = True
 
     def __init__(self, dies_at=(), waits=True, dies_of=None):
         super().__init__(dies_at)
@@ -231,33 +235,49 @@ class Flying(Apart):
         self.drawing = self.wanted = self.stands = self.broken = False
         self.rollout = None
 
-    def generate(self, *args, **kwargs):
+    def generate(self, prompts, n, seed, progress=None, sampling=None, positions=None, finished=None):
+        if sampling is not None:  # an evaluation
+            return super().generate(prompts, n, seed, progress, sampling, positions, finished)
         with self.changed:
             self.changed.wait_for(lambda: not self.wanted)
-            self.drawing, self.steps, began_with, self.broken = True, 0, self.version, False
-            self.rollout = args[2]
-
-        def between():
-            self.steps += 1
-            with self.changed:
-                while self.wanted or (
-                    self.waits and self.calls > 1 and self.steps == 2 and self.version == began_with and not self.broken
-                ):
-                    self.changed.wait_for(lambda: self.wanted)
-                    self.stands = True
-                    self.changed.notify_all()
-                    self.changed.wait_for(lambda: not self.wanted)
-                    self.stands = False
-            if self.broken:
-                raise EngineDiedError("what came was not whole")
-
-        self.between_steps = between
+            self.drawing, began_with, self.broken = True, self.version, False
+            self.rollout = seed
+        one = replace(self.spec.sampling, max_tokens=1)
+        empty = {"finish_reason": "length", "version": began_with}
+        drawn = [Completion(token_ids=[], logprobs=[], **empty) for _ in prompts for _ in range(n)]
         try:
-            return super().generate(*args, **kwargs)
+            for step in range(self.spec.sampling.max_tokens):
+                left = [i for i, row in enumerate(drawn) if row.finish_reason == "length"]
+                if not left:
+                    break
+                if step:
+                    self.between(step, began_with)
+                asked = [[*prompts[i // n], *drawn[i].token_ids] for i in left]
+                draw = super().generate if step == 0 else super(Apart, self).generate
+                for i, token in zip(left, draw(asked, 1, seed + step, None, one, left), strict=True):
+                    row = drawn[i]
+                    row.token_ids += token.token_ids
+                    row.logprobs += token.logprobs
+                    row.versions = [*(row.versions or [row.version] * step), token.version]
+                    row.finish_reason = token.finish_reason
+            return [replace(row) for row in drawn]
         finally:
             with self.changed:
                 self.drawing = False
                 self.changed.notify_all()
+
+    def between(self, step, began_with):
+        with self.changed:
+            while self.wanted or (
+                self.waits and self.calls > 1 and step == 2 and self.version == began_with and not self.broken
+            ):
+                self.changed.wait_for(lambda: self.wanted)
+                self.stands = True
+                self.changed.notify_all()
+                self.changed.wait_for(lambda: not self.wanted)
+                self.stands = False
+        if self.broken:
+            raise EngineDiedError("what came was not whole")
 
     def pause(self):
         with self.changed:

@@ -135,7 +135,7 @@ def test_an_engine_that_cannot_wake_died():
 # --------------------------------------------------------------------------------------------------- no false alarms
 
 
-FORMATS = ["plain", "fp8_tensor", "fp8_row", "fp8_block", "int8_channel", "int4_group", "nvfp4", "nf4"]
+FORMATS = ["plain", "fp8_tensor", "fp8_row", "fp8_block", "int8_channel", "int4_group", "nvfp4"]
 
 
 @pytest.mark.parametrize("dtype, count", [("auto", 200), ("bf16", 25), ("fp16", 25)])

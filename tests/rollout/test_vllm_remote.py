@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from lit_qrl.receipts.clock import Clock
 from lit_qrl.rollout.engine import EngineDiedError, SamplerSpec
 from lit_qrl.rollout.vllm import arguments
 from lit_qrl.rollout.vllm.client import RemoteVLLMEngine
@@ -29,7 +30,7 @@ from tests.vllm_engines import (
     tiny_network,
 )
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 CORRUPTIONS = [
     faults.test_skipped_layer,
     faults.test_dropped_k_proj_is_refused_and_the_old_weights_stay,
@@ -67,7 +68,10 @@ def served(network, format, **options):
     return engine
 
 
-@pytest.fixture(scope="module", params=["plain", "fp8_row", "fp8_row, staged", "int4_group", "nvfp4"])
+LATER = [pytest.param(name, marks=pytest.mark.slow) for name in ("fp8_row, staged", "int4_group", "nvfp4")]
+
+
+@pytest.fixture(scope="module", params=["plain", "fp8_row", *LATER])
 def held(request, emulated):
     """An engine that holds the weights of before one optimizer step, as in the tests of the one in this process."""
     format, network = sampler_format(request.param.partition(",")[0]), tiny_network()
@@ -104,21 +108,32 @@ def refused_before_anything_was_taken(published):
     assert all(torch.isfinite(torch.as_tensor(one)).all() for one in state.engine.score(faults.prompts(1)))
 
 
-def test_a_server_draws_and_scores_as_the_engine_in_this_process_does(emulated):
-    network = tiny_network()
-    here, there = build_engine(network), served(network, None)
+@pytest.mark.parametrize("held", ["plain"], indirect=True)
+def test_a_server_draws_and_scores_as_the_engine_in_this_process_does(held):
+    state = held()
+    here, there = build_engine(state.network), state.engine
     try:
         for engine in (here, there):
-            assert publish(network, engine, None, 0)[0] == []
+            assert publish(state.network, engine, None, state.version)[0] == []
         drawn = [engine.generate(prompts(3), 2, seed=5) for engine in (here, there)]
         assert [one.token_ids for one in drawn[0]] == [one.token_ids for one in drawn[1]]
-        assert {one.version for one in drawn[1]} == {0}
+        assert {one.version for one in drawn[1]} == {state.version}
         assert torch.allclose(here.score(prompts(1))[0], there.score(prompts(1))[0], atol=1e-5)
     finally:
         here.close()
-        there.close()
 
 
+@pytest.mark.parametrize("held", ["plain"], indirect=True)
+def test_what_a_run_left_half_sent_is_given_up_when_the_next_comes(held):
+    state = held()
+    engine, (server,) = state.engine, state.engine.servers
+    engine._start_update()
+    engine._send(iter([[(faults.NORM, state.old[faults.NORM])]]), state.version, Clock())
+    server.open()
+    assert publish(state.network, engine, None, state.version)[0] == []
+
+
+@pytest.mark.slow  # of processes that stand in: tests/rollout/vllm/test_server.py
 @pytest.mark.parametrize("what", ["/inference/v1/generate", "/update_weights"])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_death_is_named_in_time_and_the_next_server_draws_the_same(emulated, monkeypatch, what, how):
@@ -151,6 +166,7 @@ def test_a_death_is_named_in_time_and_the_next_server_draws_the_same(emulated, m
 IN_FLIGHT = {"schedule": "async", "max_staleness": 2, "in_flight_updates": "keep"}
 
 
+@pytest.mark.slow  # deaths in a run: tests/loop/test_ahead.py
 @pytest.mark.parametrize("flight", [{"schedule": "one_step_off"}, IN_FLIGHT], ids=["one_step_off", "in_flight"])
 def test_a_run_draws_ahead_and_learns_from_the_log_probs_of_those_that_drew(emulated, tmp_path, flight, monkeypatch):
     model_folder(tmp_path / "model", hidden_size=128, intermediate_size=256, head_dim=32, max_position_embeddings=128)

@@ -16,7 +16,6 @@ from lit_qrl.formats.kernels import dispatch
 from lit_qrl.formats.numerics import E4M3_MAX, round_e4m3
 from lit_qrl.network.autocast import autocast_input
 from lit_qrl.network.structure import body, cached, cached_numbers
-from lit_qrl.rollout.engine import SamplerSpec
 
 CacheDtype = Literal["auto", "fp8"]
 MARGIN = 2.0
@@ -260,25 +259,16 @@ class CacheScales:
         self.quantized, self.margin = dtype == "fp8", margin
         self._rounding: Rounding | None = None
 
-    def check(self, spec: SamplerSpec, invariant: bool) -> None:
-        """Raise `ConfigError` for what is not there beside rounded keys and values.
-
-        Args:
-            spec: of the run's sampler.
-            invariant: `batch_invariant` is on.
-        """
-        for asked, name in (
-            (invariant, "data.engine.batch_invariant"),
-            (spec.in_flight != "none", "in-flight updates"),
-        ):
-            if self.quantized and asked:
-                raise ConfigError(
-                    f"An FP8 KV cache cannot be had beside {name}.",
-                    expected="data.engine.kv_cache_dtype: auto",
-                    given="fp8",
-                    remedy="batch_invariant needs a learner that attends to the sampler's keys and values, and weights "
-                    "in flight would change under scales of older ones. Leave one of the two out.",
-                )
+    def check(self, invariant: bool) -> None:
+        """Raise `ConfigError` for rounded keys and values where every token is computed alike (`invariant`)."""
+        if self.quantized and invariant:
+            raise ConfigError(
+                "An FP8 KV cache cannot be had beside data.engine.batch_invariant.",
+                expected="data.engine.kv_cache_dtype: auto",
+                given="fp8",
+                remedy="batch_invariant needs a learner that attends to the sampler's keys and values. Leave one of "
+                "the two out.",
+            )
 
     def forget(self) -> None:
         """Take new scales before anything is drawn: the weights are others."""

@@ -17,13 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_qrl.network.autocast import without_autocast
 from lit_qrl.network.head import SamplerHead
 from lit_qrl.network.routing import Routing, routers, unrouted
 from lit_qrl.network.structure import body, cached
 from lit_qrl.rollout.embedded.cache import HeldRow, Rounding, SlotCache
 from lit_qrl.rollout.embedded.sampling import TokenSampler
-from lit_qrl.rollout.engine import RolloutEngine
 from lit_qrl.rollout.graphs import Trust, recorded
 from lit_qrl.types import SamplingParams
 
@@ -154,7 +152,6 @@ class Drawn:
         width: columns of the cache that the prompts take; a prompt ends in the last of them.
         kept: " n", the ids among which the tokens were drawn, row by row and step by step, and "b steps", how many of
             them belong to each token; None where they are not recorded.
-        versions: "b steps", which weights drew each token; None where they could not change on the way.
     """
 
     tokens: Tensor
@@ -166,33 +163,6 @@ class Drawn:
     places: Sequence[int] = ()
     width: int = 0
     kept: tuple[Tensor, Tensor] | None = None
-    versions: Tensor | None = None
-
-
-class InFlight:
-    """Lets new weights in between two steps, and says which version draws what comes next.
-
-    Args:
-        engine: whose `between_steps` may publish.
-        recompute: keys and values of what was drawn are computed again with the new weights, instead of kept.
-    """
-
-    def __init__(self, engine: RolloutEngine, recompute: bool) -> None:
-        self.engine, self.recompute = engine, recompute
-
-    @property
-    def version(self) -> int:
-        """Of the weights that draw the next token."""
-        return self.engine.version
-
-    def changed(self) -> bool:
-        """Let weights in, and return whether there were any."""
-        before = self.engine.version
-        if self.engine.between_steps is not None:
-            # weights are noted by their versions, which tensors of inference mode lack, and sent as they are
-            with torch.inference_mode(False), without_autocast():
-                self.engine.between_steps()
-        return self.engine.version != before
 
 
 Gone = Callable[[Sequence[int], Drawn], None]
@@ -332,7 +302,6 @@ class Decoder:
         head_dtype: that the output head computes in; None is its own.
         routes: record which experts every token takes; static batching alone.
         kept: record the ids among which every token is drawn; likewise.
-        flight: lets new weights in between two steps; None where none come.
         rounding: of the keys and values that the cache keeps; None keeps them as they are.
         trust: what is known of recorded steps, and the memory of former ones, for continuous batching; a CPU launches
             every step. None is static batching.
@@ -345,12 +314,11 @@ class Decoder:
         head_dtype: torch.dtype | None = None,
         routes: bool = False,
         kept: bool = False,
-        flight: InFlight | None = None,
         rounding: Rounding | None = None,
         trust: Trust | None = None,
     ) -> None:
         self.network, self.sampling, self.steps = network, sampling, sampling.max_tokens
-        self.kept, self.flight, self.rounding, self.trust = kept, flight, rounding, trust
+        self.kept, self.rounding, self.trust = kept, rounding, trust
         self.routers = routers(network) if routes else []
         self.head = SamplerHead.of(network, head_dtype)
         self.device = network.get_input_embeddings().weight.device
@@ -427,8 +395,6 @@ class Decoder:
                 break
             if waiting == total:
                 self._narrow()
-            if self.flight is not None and self.flight.changed():
-                self._renew(self.flight)
             steps = 1 if self.static else CHECK
             until = min(self.now + steps, *(seat.due for seat in self.seats if seat is not None))
             while self.now < until:
@@ -462,34 +428,11 @@ class Decoder:
         self.stopped = torch.zeros(rows + 1, dtype=torch.bool, device=self.device)
         self._ids: list[tuple[Tensor, Tensor]] = []
         self.drawn = Drawn(self.tokens[:-1], self.logprobs[:-1], self.length[:-1], self.stopped[:-1])
-        self.versions: Tensor | None = None
-        if self.flight is not None:
-            self.versions = torch.zeros(rows + 1, self.steps, dtype=torch.long, device=self.device)
-            self.drawn.versions = self.versions[:-1]
-            self._version = torch.tensor(self.flight.version, device=self.device)
         return self.drawn
 
     def forget(self) -> None:
         """Give back the memory of what was being drawn when memory ran out."""
         self.cache, self.graphs, self._held = SlotCache(0, 0, 0), {}, None
-
-    def _renew(self, flight: InFlight) -> None:
-        """Go on with other weights: what was recorded reads the memory of the old ones."""
-        self._version.fill_(flight.version)
-        self.graphs.clear()
-        self.warm.clear()
-        self._held = None
-        if not flight.recompute:
-            return
-        drawn, tokens = self.state.drawn.tolist(), self.tokens.tolist()
-        live = [(slot, seat.row) for slot, seat in enumerate(self.seats) if seat is not None]
-        while live:
-            # A slot's last token is not in its cache yet: the next step takes it in.
-            known = {slot: [*self.prompts[self.owner[row]], *tokens[row][: drawn[slot] - 1]] for slot, row in live}
-            share = max(1, PREFILL_TOKENS // (self.cache.filled if self.static else max(map(len, known.values()))))
-            chosen, live = [slot for slot, _ in live[:share]], live[share:]
-            filled = self._prefilled(chosen, [known[slot] for slot in chosen], NOTHING)
-            self.cache.place(filled.cache, self._on(range(len(chosen))), self._on(chosen))
 
     # -------------------------------------------------------------------------------------------------------- prompts
 
@@ -642,8 +585,6 @@ class Decoder:
         stopped = (tokens[:, None] == self.stops).any(dim=1)
         self.tokens[to, at] = tokens
         self.logprobs[to, at] = logprobs
-        if self.versions is not None:
-            self.versions[to, at] = self._version
         self.length[to] = rows.drawn
         self.stopped[to] = stopped
         rows.token.copy_(tokens)

@@ -18,7 +18,7 @@ from lit_qrl.precision.layers.one_pass import take_one_pass
 from lit_qrl.receipts.ledger import PublishReport, ReceivedLedger
 from lit_qrl.rollout.embedded.attention import FOLDED, take_step_norms
 from lit_qrl.rollout.embedded.cache import CacheDtype, CacheScales, HeldRow, Rounding, ScoringCache, SlotCache
-from lit_qrl.rollout.embedded.decode import Decoder, Drawn, InFlight, Piece, Random, plan, windowed
+from lit_qrl.rollout.embedded.decode import Decoder, Drawn, Piece, Random, plan, windowed
 from lit_qrl.rollout.embedded.loading import Modules
 from lit_qrl.rollout.embedded.sampler import UNLIMITED, EmbeddedSampler, computed, freed
 from lit_qrl.rollout.embedded.sampling import check_sampling, uniforms
@@ -91,7 +91,7 @@ class TransformersEngine(EmbeddedSampler):
 
     def validate(self, spec: SamplerSpec) -> None:
         super().validate(spec)
-        self.cache_scales.check(spec, self.batch_invariant)
+        self.cache_scales.check(self.batch_invariant)
 
     def check_model(self, network: nn.Module) -> None:
         """Raise `ConfigError` for a model with layers that carry a state from token to token beside keys and values."""
@@ -103,7 +103,7 @@ class TransformersEngine(EmbeddedSampler):
                 remedy="Use VLLMEngine for this architecture.",
             )
 
-    records_kept = hands_out = takes_in_flight = True
+    records_kept = hands_out = True
 
     def check_routes(self, user: str) -> None:
         """Do nothing: what a model's routers choose is seen as it decodes."""
@@ -169,11 +169,10 @@ class TransformersEngine(EmbeddedSampler):
             return uniforms(seed, positions[prompt], n, steps)
 
         room, n_steps = self._cache_tokens(), sampling.max_tokens
-        flight = None if self.spec.in_flight == "none" else InFlight(self, self.spec.in_flight == "recompute")
         rounding = self.cache_scales.of(self.network, prompts) if rollout else None
         trust = self.trust if self.continuous and not (kept or self.spec.routes) else None
         head_dtype, routes = self.spec.head_dtype, self.spec.routes
-        decoder = Decoder(self.network, sampling, head_dtype, routes, kept, flight, rounding, trust)
+        decoder = Decoder(self.network, sampling, head_dtype, routes, kept, rounding, trust)
         if trust is None:
             batches, most = self._plan(prompts, n, n_steps, room), None
         else:
@@ -277,15 +276,12 @@ class TransformersEngine(EmbeddedSampler):
             counts = drawn.kept[1].tolist()
             ids = iter(drawn.kept[0].cpu().split([count for row in counts for count in row]))
             kept = [[next(ids) for _ in row] for row in counts]
-        versions = None if drawn.versions is None else drawn.versions.tolist()
         width = max(piece.length for piece in pieces)
         owners = [piece for piece in pieces for _ in range(piece.count)]
         numbers = _numbers(pieces, n)
         for row, (number, piece, plain) in enumerate(zip(numbers, owners, _plain(drawn, self.version), strict=True)):
             results[number] = replace(
                 plain,
-                version=self.version if versions is None else versions[row][0],
-                versions=None if versions is None else versions[row][: length[row]],
                 routed_experts=None if routes is None else routes[row, width - piece.length : width + length[row]],
                 kept=None if kept is None else kept[row][: length[row]],
             )

@@ -22,7 +22,7 @@ from lit_qrl.receipts.ledger import Constants, PublishReport, ReceivedLedger, Re
 from lit_qrl.rollout.embedded.decode import Piece, split
 from lit_qrl.rollout.embedded.loading import EmbeddedAdapter, Loader, Modules, skeleton
 from lit_qrl.rollout.embedded.sampling import check_sampling
-from lit_qrl.rollout.engine import EngineDiedError, EnginePolicy, OutlinedPolicy, RolloutEngine, SamplerSpec
+from lit_qrl.rollout.engine import EngineDiedError, EnginePolicy, RolloutEngine, SamplerSpec
 from lit_qrl.types import SamplingParams
 
 Arguments = ParamSpec("Arguments")
@@ -176,8 +176,7 @@ class EmbeddedSampler(RolloutEngine):
         self.spec, self.policy = spec, policy
         learner: Any = policy.network
         self.check_model(learner)
-        outlined = isinstance(policy, OutlinedPolicy)
-        device = policy.device if outlined else next(learner.parameters()).device
+        device = next(learner.parameters()).device
         self._modules, self._adapter = Modules(skeleton(learner, device), device), None
         self._whole, self._shortage = False, Shortage()
         self._constants = Constants(partial(computed_buffers, self._modules.network, beside_weights=True))

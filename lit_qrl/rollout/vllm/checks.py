@@ -132,7 +132,7 @@ def check_operators(format: "NumberFormat | None") -> None:
             f"The CPU build of vLLM that this host loads has no operator for publisher.format {format.name}.",
             expected=f"torch.ops._C.{', '.join(missing)}, which is in vLLM's build for AVX-512",
             given=f"a build without it ({torch.backends.cpu.get_cpu_capability()})",
-            remedy="Choose a format that multiplies without it, such as fp8_row or nf4, or use TransformersEngine.",
+            remedy="Choose a format that multiplies without it, such as fp8_row, or use TransformersEngine.",
         )
     if format.name == "int8_channel":
         got, exact = vllm_cpu.int8_product()

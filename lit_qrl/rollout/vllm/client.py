@@ -2,7 +2,6 @@
 
 import base64
 import hashlib
-import io
 import json
 import logging
 import math
@@ -17,7 +16,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -117,7 +115,7 @@ class RemoteEngine(RolloutEngine):
         self.servers: list[Server] = []
         self._folder: Path | None = None
         self._sender: Sender | None = None
-        self._usable = self._paused = False
+        self._usable = self._paused = self._poisoned = False
         self._until: Callable[[], None] | None = None
         self._kept: tuple[str, dict[int, Completion]] = ("", {})
 
@@ -160,7 +158,6 @@ class RemoteEngine(RolloutEngine):
         for used, what, remedy in (
             (spec.kept, "the tokens among which one was drawn (top_p or top_k with a learner that masks)", ""),
             (spec.adapter is not None, "an adapter apart from its base", "Set publisher.lora to merged. "),
-            (spec.format is not None and spec.format.name == "nf4", "publisher.format nf4", "Choose another. "),
             (spec.routes, "the experts that its tokens took", "Leave out RouterReplay. "),
             (spec.in_flight != "none" and not self.takes_in_flight, "which weights drew which token", ""),
         ):
@@ -238,15 +235,14 @@ class RemoteEngine(RolloutEngine):
         on_gpus = all(server.place.name.startswith("cuda") for server in self.servers)
         if way == "auto":
             way = "ipc" if on_gpus else "files"
-        opening: list[Any] = [None] * len(self.servers)
         if way == "nccl":
-            opening, self._sender = self._meet()
+            self._sender = self._meet()
             return
         self._sender = DeviceMemory(seen_as=1) if way == "ipc" else Files(self.folder)
-        for server, one in zip(self.servers, opening, strict=True):
-            server.post("/init_weight_transfer_engine", {"init_info": {"group": one}}, self.silence)
+        with self._all("/init_weight_transfer_engine", [{"init_info": {}}] * len(self.servers)):
+            pass
 
-    def _meet(self) -> tuple[list[Any], Sender]:
+    def _meet(self) -> Sender:
         import socket
 
         with socket.create_server(("", 0)) as free:
@@ -255,7 +251,7 @@ class RemoteEngine(RolloutEngine):
         groups = [[address, port, 1 + number, size] for number in range(len(self.servers))]
         device = torch.device("cuda", torch.cuda.current_device())
         with self._all("/init_weight_transfer_engine", [{"init_info": {"group": one}} for one in groups]):
-            return groups, Broadcast(address, port, size, device)
+            return Broadcast(address, port, size, device)
 
     def _leave(self) -> None:
         sender, self._sender = self._sender, None
@@ -330,7 +326,10 @@ class RemoteEngine(RolloutEngine):
             until()
             until = None
         done = False
-        with self._asked():
+        with self._asked(), ExitStack() as first:
+            for server in self.servers:
+                if "publish" not in server.done:  # of later ones each part answers in time
+                    first.enter_context(server.watched("publish"))
             try:
                 if until is None:
                     self._start_update()
@@ -349,6 +348,9 @@ class RemoteEngine(RolloutEngine):
                     self._abandon()
         ledgers = [self._ledger(outcome, version) for outcome in outcomes]
         received = ledgers[0]
+        if self._poisoned and not self._paused:  # a page keeps NaN until it is overwritten
+            with self._all("/collective_rpc", [{"method": "clear_kv_cache"}] * len(self.servers)):
+                self._poisoned = False
         received.prefix_reset = all(list(map(self._forget_prefixes, self.servers)))
         received.faults += between(ledgers, [server.place.name for server in self.servers])
         self._usable, self.version = True, version
@@ -384,7 +386,7 @@ class RemoteEngine(RolloutEngine):
 
     def _patience(self) -> float:
         """Seconds for a part of a publish: the first compiles kernels."""
-        return self.silence if all(server.version >= 0 for server in self.servers) else self.engine.start_timeout
+        return self.silence if all("publish" in server.done for server in self.servers) else self.engine.start_timeout
 
     def _finish_update(self, version: int) -> list[dict[str, Any]]:
         body = {"weight_version": str(version)} if self.takes_in_flight else None
@@ -516,7 +518,12 @@ class RemoteEngine(RolloutEngine):
             for k in range(n)
             if missing[i] * n + k not in kept
         ]
-        for row, completion in self._together(jobs, lambda: progress and progress(len(kept), tokens_of(kept))):
+
+        def tell() -> None:
+            if progress is not None:
+                progress(len(kept), sum(len(one.token_ids) for one in kept.values()))
+
+        for row, completion in self._together("draw", jobs, tell):
             kept[row] = completion
             if finished is not None:
                 finished({row: completion})
@@ -530,7 +537,9 @@ class RemoteEngine(RolloutEngine):
         requests.check_lengths(prompts, [limit] * len(prompts), self.engine.longest())
         check_tokens(self.policy.network.config, prompts)
 
-    def _together(self, jobs: Sequence[tuple[Server, Callable[[], T]]], tell: Callable[[], Any]) -> Iterator[T]:
+    def _together(
+        self, kind: str, jobs: Sequence[tuple[Server, Callable[[], T]]], tell: Callable[[], Any]
+    ) -> Iterator[T]:
         """Do jobs of several servers at the same time, and yield what comes of them as it comes.
 
         A server that dies ends its own jobs; those of the others are done before its death is raised.
@@ -539,7 +548,7 @@ class RemoteEngine(RolloutEngine):
         with ExitStack() as stack:
             pools = {}
             for server in dict.fromkeys(server for server, _ in jobs):
-                stack.enter_context(server.watched())
+                stack.enter_context(server.watched(kind))
                 pools[server] = ThreadPoolExecutor(AT_ONCE, thread_name_prefix=f"draw {server.place.name}")
                 stack.callback(pools[server].shutdown, wait=False, cancel_futures=True)
             under_way = {pools[server].submit(job) for server, job in jobs}
@@ -574,7 +583,9 @@ class RemoteEngine(RolloutEngine):
         }
         version = self.version
         answer = server.post("/inference/v1/generate", self._request(prompt, asked))
-        return completion_of(answer["choices"][0], version)
+        drawn = completion_of(answer["choices"][0], version)
+        self._poisoned |= not all(map(math.isfinite, drawn.logprobs))
+        return drawn
 
     def _request(self, tokens: Sequence[int], sampling: Mapping[str, Any]) -> dict[str, Any]:
         salt = f"version {self.version}"  # by which no prefix of other weights is found
@@ -599,10 +610,11 @@ class RemoteEngine(RolloutEngine):
                 (server, partial(ask, server, row))
                 for row, server in enumerate(self.servers[i % len(self.servers)] for i in range(len(sequences)))
             ]
-            found = dict(self._together(jobs, lambda: None))
+            found = dict(self._together("score", jobs, lambda: None))
         finally:
             if standing:
                 self.pause()
+        self._poisoned |= not all(bool(values.isfinite().all()) for values in found.values())
         return [found[row] for row in range(len(sequences))]
 
     def converse(self, dialogue: Dialogue, sampling: SamplingParams | None = None) -> None:
@@ -616,7 +628,7 @@ class RemoteEngine(RolloutEngine):
 
         with self._asked(), ExitStack() as stack:
             for server in self.servers:
-                stack.enter_context(server.watched())
+                stack.enter_context(server.watched("draw"))
             pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="turns")
             stack.callback(pool.shutdown, wait=False, cancel_futures=True)
             asked: dict[Future[Completion], Turn] = {}
@@ -676,7 +688,6 @@ def completion_of(choice: Mapping[str, Any], version: int) -> Completion:
     spans = choice.get("weight_versions") or []
     known = [one for one in spans if one["version"].isdecimal()]
     versions = [int(one["version"]) for one in known for _ in range(one["start"], one["end"])]
-    experts = choice.get("routed_experts")
     logprobs = (choice.get("logprobs") or {}).get("content") or []
     return Completion(
         token_ids=tokens,
@@ -684,17 +695,7 @@ def completion_of(choice: Mapping[str, Any], version: int) -> Completion:
         finish_reason="stop" if choice.get("finish_reason") == "stop" else "length",
         version=versions[0] if len(versions) == len(tokens) > 0 else version,
         versions=versions if len(versions) == len(tokens) > 0 else None,
-        routed_experts=None if experts is None else torch.from_numpy(_array(experts)),
     )
-
-
-def _array(text: str) -> np.ndarray:
-    return np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
-
-
-def tokens_of(kept: Mapping[int, Completion]) -> int:
-    """Return how many tokens completions have."""
-    return sum(len(one.token_ids) for one in kept.values())
 
 
 def receipts_of(told: Mapping[str, Any]) -> dict[str, TensorReceipt]:

@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -28,7 +29,6 @@ from lit_qrl.rollout.engine import (
     EngineDiedError,
     EnginePolicy,
     Finished,
-    OutlinedPolicy,
     Progress,
     RolloutEngine,
     SamplerSpec,
@@ -226,7 +226,7 @@ class VLLMEngine(RolloutEngine):
 
     def describe(self, spec: SamplerSpec, network: Any) -> None:
         """Know spec and model without a learner, as `arguments` asks for them."""
-        self.spec, self.policy = spec, OutlinedPolicy(network, torch.device("cpu"))
+        self.spec, self.policy = spec, SimpleNamespace(network=network)
 
     def choose_dtype(self, spec: SamplerSpec, network: Any) -> torch.dtype:
         """Return the dtype of activations and plain tensors."""

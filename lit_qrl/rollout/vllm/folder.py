@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lit_qrl.formats.nf4 import NF4
-from lit_qrl.rollout.vllm import nf4 as vllm_nf4
 from lit_qrl.rollout.vllm.checks import plain_layers
 from lit_qrl.rollout.vllm.models import further_keys
 
@@ -53,9 +51,7 @@ def model_folder(
     if config.get("sliding_window"):
         config["sliding_window"] -= further_keys(type(network).__name__)
     if format is not None:
-        if isinstance(format, NF4):
-            vllm_nf4.check_shapes(network, exclude)
-        quantization = vllm_nf4.quantization_config(format, plain_layers(network, exclude, head))
+        quantization = format.quantization_config(plain_layers(network, exclude, head))
         if quantization:
             config["quantization_config"] = quantization
             for group in quantization.get("config_groups", {}).values() if head else ():

@@ -50,7 +50,6 @@ from lit_qrl.rollout.vllm.locations import (
     checkpoint_names,
     computing_loader,
     copy_all,
-    copy_into,
     expert_place,
     lacking,
     loaded_format,
@@ -643,7 +642,8 @@ class DirectLoad:
         for place, experts in stacks:
             every = place.cut_all(parameters[place.attribute], group[next(iter(experts.values()))].shape)
             if every is not None:
-                copy_into(every, {expert: group[name] for expert, name in experts.items() if expert < len(every)})
+                parts = slices(every)
+                copy_all((parts[expert], group[name]) for expert, name in experts.items() if expert < len(parts))
         for name, tensor in group.items():
             place = places[name]
             if isinstance(place, ExpertPlace):

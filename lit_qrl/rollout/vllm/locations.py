@@ -211,31 +211,6 @@ def copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
                 target.copy_(source)
 
 
-def copy_into(stack: Tensor, parts: Mapping[int, Tensor]) -> None:
-    """Copy tensors into a stack by their indices; at once where they are all the slices of another (`slices`).
-
-    Args:
-        stack: "slices …".
-        parts: of its slices' shape.
-    """
-    runs: dict[tuple[int, int], tuple[Tensor, list[int]]] = {}
-    for index, tensor in parts.items():
-        of = slice_of(tensor)
-        if of is None:
-            stack[index].copy_(tensor)
-            continue
-        key = id(of.stack), index - of.index
-        if key not in runs:
-            runs[key] = of.stack, []
-        runs[key][1].append(index)
-    for (_, offset), (source, indices) in runs.items():
-        if len(indices) == len(source):
-            stack[offset : offset + len(source)].copy_(source)
-        else:
-            for index in indices:
-                stack[index].copy_(parts[index])
-
-
 @lru_cache
 def _matrices(count: int, leaves: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(f"{expert}.{leaf}" for expert in range(count) for leaf in leaves)

@@ -60,8 +60,6 @@ def check(size: int, spec: SamplerSpec, settings: dict[str, Any]) -> None:
         used.append("publisher.lora: adapter")
     if spec.routes:
         used.append("RouterReplay")
-    if spec.format is not None and spec.format.name == "nf4":
-        used.append("publisher.format: nf4")
     if used:
         raise ConfigError(
             "An engine of several processes holds a part of each matrix in each, which is not known to work with all.",

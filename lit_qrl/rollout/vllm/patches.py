@@ -151,7 +151,7 @@ def replace(symbol: str, changed: Callable[[Any], Any]) -> None:
 
 
 def apply_all() -> None:
-    """Make every change that the installed vLLM needs here, and register NF4; call before an engine is built.
+    """Make every change that the installed vLLM needs here; call before an engine is built.
 
     Raises:
         ConfigError: for a change that does not fit a version that is not known to do without it, and on a CPU where
@@ -170,9 +170,6 @@ def apply_all() -> None:
                     "%s, which the patch %s changed; vLLM needs it no more from %s on.",
                     misfit, patch.name, patch.versions.fixed,
                 )  # fmt: skip
-    from lit_qrl.rollout.vllm import nf4
-
-    nf4.register()
     installation.check_plugin(device)
 
 

@@ -7,6 +7,7 @@ import http.client
 import json
 import os
 import secrets
+import shutil
 import signal
 import socket
 import ssl
@@ -38,8 +39,11 @@ code = child.wait()
 os._exit(code if code >= 0 else 128 - code)
 """
 """A program that starts another, and ends it with whoever started this one, however that ends."""
-DEVELOPMENT = {"VLLM_SERVER_DEV_MODE": "1"}
-"""Without it vLLM's server has no routes for weights; `guard.KeyGuard` asks for the key there."""
+NEEDED = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+"""Without the first vLLM's server has no routes for weights, before which `guard.KeyGuard` asks for the key. The second
+is 0 where a run's own process has had an engine: log-probs are then kept as objects that go to no other process."""
+NOT_INHERITED = ("VLLM_DIST_IDENT", "VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME", "VLLM_DP_RANK_LOCAL")
+"""What an engine in this process leaves in the environment as its own: no two processes may share it."""
 CONNECT = 20.0
 """Seconds in which a server must accept a connection."""
 AGAIN = 60.0
@@ -48,6 +52,9 @@ BEAT = 2.0
 """Seconds between two questions whether a server that draws is alive."""
 PAUSE = 0.5
 LAST_LINES = 12
+LOG, SOCKET = "log", "socket"
+LONGEST_PATH = 80
+"""Characters of a folder in which a socket can be: its path may have 107 in all."""
 
 
 @dataclass(frozen=True)
@@ -100,13 +107,15 @@ class Server:
         """True between `open` and a death."""
         self.version = -1
         """Of its weights."""
+        self.done: set[str] = set()
+        """Kinds of work that it has done since its start; the first of a kind may compile."""
         self._process: subprocess.Popen[bytes] | None = None
         self._url, self._key = urlsplit(place.name if "://" in place.name else ""), place.key
         self._tls = ssl.create_default_context(cafile=place.certificates) if self._url.scheme == "https" else None
         self._connections: set[http.client.HTTPConnection] = set()
         self._lock = threading.RLock()
         self._cause, self._seen, self._starting = "", False, False
-        self._log: Path | None = None
+        self._folder: Path | None = None
 
     # ------------------------------------------------------------------------------------------------- start and end
 
@@ -114,18 +123,17 @@ class Server:
         """Start the process, where it is the run's; it gets ready while the caller goes on."""
         if not self.place.started or self._process is not None:
             return
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        self._key, self._url = secrets.token_hex(32), urlsplit(f"http://127.0.0.1:{port}")
-        descriptor, name = tempfile.mkstemp(prefix="lit-qrl-serve-", suffix=".log")
-        self._log = Path(name)
-        with os.fdopen(descriptor, "wb") as log:
+        self._key, place = secrets.token_hex(32), tempfile.gettempdir()
+        place = place if len(place) < LONGEST_PATH else "/tmp"
+        self._folder = Path(tempfile.mkdtemp(prefix="lit-qrl-serve-", dir=place))  # of this user alone
+        inherited = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
+        with (self._folder / LOG).open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", LAUNCH, *command(), *self.how.arguments, "--host=127.0.0.1", f"--port={port}"],
+                [sys.executable, "-c", LAUNCH, *command(), *self.how.arguments, f"--uds={self._folder / SOCKET}"],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **self.how.environment, **DEVELOPMENT, KEY: self._key},
+                env={**inherited, **self.how.environment, **NEEDED, KEY: self._key},
                 start_new_session=True,
             )
 
@@ -203,6 +211,7 @@ class Server:
     def close(self) -> None:
         """End the connections and, where it is the run's, the process and all that it started."""
         self.ready = self._starting = False
+        self.done.clear()
         self.hang_up()
         process, self._process = self._process, None
         if process is not None:
@@ -211,9 +220,9 @@ class Server:
             process.wait()
             assert process.stdin is not None
             process.stdin.close()
-        log, self._log = self._log, None
-        if log is not None:
-            log.unlink(missing_ok=True)
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def hang_up(self) -> None:
         """End every connection, also under threads that wait for an answer."""
@@ -239,7 +248,8 @@ class Server:
         with suppress(subprocess.TimeoutExpired):
             status = self._process.wait(2.0)
         status = 128 - status if status is not None and status > 128 else status  # as a shell tells of a signal
-        lines = self._log.read_text(errors="replace").splitlines() if self._log is not None else []
+        assert self._folder is not None
+        lines = (self._folder / LOG).read_text(errors="replace").splitlines()
         said = " | ".join(line.strip() for line in lines[-LAST_LINES:] if "Error" in line)[-400:]
         how = "does not answer" if status is None else f"ended with status {status}"
         return f"The vLLM server on {self.place.name} {how}: {why}{f' ({said})' if said else ''}"
@@ -260,11 +270,13 @@ class Server:
             timeout: seconds; None waits as long as it takes, while `watched` looks after the server.
             **query: what follows the path.
         """
+        return self._hear("POST", f"{quote(path)}?{urlencode(query)}" if query else quote(path), body, timeout)
+
+    def _hear(self, method: str, path: str, body: Any, timeout: float | None) -> dict[str, Any]:
         if self._cause:
             raise EngineDiedError(self._cause)
-        asked = f"{quote(path)}?{urlencode(query)}" if query else quote(path)
         try:
-            return self._ask("POST", asked, body, timeout)
+            return self._ask(method, path, body, timeout)
         except TimeoutError as error:
             raise self.died(f"no answer to {path} for {timeout:g} s") from error
         except (OSError, http.client.HTTPException, ValueError, StatusError) as error:
@@ -273,11 +285,7 @@ class Server:
             raise self.died(_words(error)) from error
 
     def _ask(self, method: str, path: str, body: Any, timeout: float | None) -> dict[str, Any]:
-        host, port = self._url.hostname or "", self._url.port
-        if self._tls is None:
-            connection = http.client.HTTPConnection(host, port, timeout=CONNECT)
-        else:
-            connection = http.client.HTTPSConnection(host, port, timeout=CONNECT, context=self._tls)
+        connection = self._connection()
         with self._lock:
             self._connections.add(connection)
         try:
@@ -295,20 +303,36 @@ class Server:
             raise StatusError(path, answer.status, said.decode(errors="replace"))
         return json.loads(said) if said.strip() else {}
 
+    def _connection(self) -> http.client.HTTPConnection:
+        if self.place.started:
+            return LocalConnection(f"{self._folder}/{SOCKET}")
+        host, port = self._url.hostname or "", self._url.port
+        if self._tls is None:
+            return http.client.HTTPConnection(host, port, timeout=CONNECT)
+        return http.client.HTTPSConnection(host, port, timeout=CONNECT, context=self._tls)
+
     @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Look after the server inside: where its loop says nothing for `silence`, whoever waits hears of its death."""
-        over = threading.Event()
+    def watched(self, kind: str) -> Iterator[None]:
+        """Look after the server inside: where its loop says nothing for `silence`, whoever waits hears of its death.
+
+        Args:
+            kind: of the work; while the loop does its first of a kind, which may take long, the front is asked instead.
+        """
+        over, first = threading.Event(), kind not in self.done
 
         def watch() -> None:
             with suppress(EngineDiedError, StatusError):
                 while not over.wait(BEAT):
-                    self.call("beat_json")
+                    if first:
+                        self._hear("GET", "/health", None, self.silence)
+                    else:
+                        self.call("beat_json")
 
         thread = threading.Thread(target=watch, name=f"watch {self.place.name}", daemon=True)
         thread.start()
         try:
             yield
+            self.done.add(kind)
         finally:
             over.set()
 
@@ -319,6 +343,24 @@ def command() -> list[str]:
     if found is not None and found[1]:
         return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
     return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
+
+
+class LocalConnection(http.client.HTTPConnection):
+    """A connection to a server of this run, whose socket no other user opens and no other server can have taken.
+
+    Args:
+        path: of the socket.
+    """
+
+    def __init__(self, path: str) -> None:
+        super().__init__("localhost", timeout=CONNECT)
+        self._path = path
+
+    def connect(self) -> None:
+        """Open the socket."""
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(CONNECT)
+        self.sock.connect(self._path)
 
 
 class StatusError(RuntimeError):

@@ -9,7 +9,7 @@ import tempfile
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from lit_qrl.run.torch_settings import fixed_segments
 
 Named = tuple[str, Tensor]
 Packed = dict[str, Any]
-Way = Literal["files", "ipc", "nccl"]
 CHUNK = 64 * 2**20
 """Bytes after which a part is sent."""
 ALIGNED = 64
@@ -44,26 +43,6 @@ def chunks(tensors: Iterator[Named], limit: int = CHUNK) -> Iterator[list[Named]
         yield list(part.items())
 
 
-class Sender(Protocol):
-    """Sends the parts of a publish to all workers."""
-
-    def pack(self, part: Sequence[Named]) -> Packed:
-        """Return the description of a part, whose tensors can be taken from now on."""
-        ...
-
-    def send(self, packed: Packed) -> None:
-        """Send what does not lie where workers find it; all of them have the description."""
-        ...
-
-    def taken(self, packed: Packed) -> None:
-        """Give back what a part took: all workers have it."""
-        ...
-
-    def close(self) -> None:
-        """Give everything back."""
-        ...
-
-
 class Files:
     """Sends by safetensors files, which are gone when they were taken.
 
@@ -76,6 +55,7 @@ class Files:
         self.folder, self._count = Path(tempfile.mkdtemp(prefix="lit-qrl-publish-", dir=place)), 0
 
     def pack(self, part: Sequence[Named]) -> Packed:
+        """Return the description of a part, whose tensors can be taken from now on."""
         from safetensors.torch import save_file
 
         self._count += 1
@@ -88,6 +68,7 @@ class Files:
         """Do nothing: the file is there."""
 
     def taken(self, packed: Packed) -> None:
+        """Give back what a part took: all workers have it."""
         Path(packed["file"]).unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -167,6 +148,10 @@ class Broadcast:
     def close(self) -> None:
         self._bytes = None
         self._group = None
+
+
+Sender = Files | DeviceMemory | Broadcast
+"""What sends the parts of a publish to all workers."""
 
 
 def communicator(address: str, port: int, rank: int, size: int, device: torch.device) -> Any:

@@ -139,7 +139,6 @@ class WorkerExtension:
             "config": json.loads((Path(folder) / "config.json").read_text()),
             "longest": config.model_config.max_model_len,
             "workers": config.parallel_config.world_size,
-            "routes": bool(getattr(config.model_config, "enable_return_routed_experts", False)),
         }
 
     def beat_json(self) -> dict[str, Any]:

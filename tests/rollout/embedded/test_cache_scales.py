@@ -132,9 +132,7 @@ def test_what_cannot_be_beside_it_is_refused():
         TransformersEngine(kv_cache_dtype="fp4")
     with pytest.raises(ConfigError, match=r"beside data\.engine\.batch_invariant.*Leave one of the two out"):
         TransformersEngine(kv_cache_dtype="fp8", batch_invariant=True).validate(SamplerSpec())
-    with pytest.raises(ConfigError, match="beside in-flight updates"):
-        TransformersEngine(kv_cache_dtype="fp8").validate(SamplerSpec(in_flight="keep"))
-    TransformersEngine(batch_invariant=True).validate(SamplerSpec(in_flight="keep"))
+    TransformersEngine(batch_invariant=True).validate(SamplerSpec())
 
 
 @pytest.mark.gpu

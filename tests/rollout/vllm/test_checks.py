@@ -124,9 +124,11 @@ def test_a_format_whose_operator_the_build_lacks_is_refused(install, monkeypatch
     engine = VLLMEngine()
     with pytest.raises(ConfigError, match=message):
         engine.validate(SamplerSpec(format=formats.get("int4_group")))
-    for name in ("fp8_row", "int8_channel", "nf4"):
+    for name in ("fp8_row", "int8_channel"):
         engine.validate(SamplerSpec(format=formats.get(name)))
     engine.validate(SamplerSpec(format=None))
+    with pytest.raises(ConfigError, match=r"no kernel for publisher\.format nf4.*fp8_row.*or use TransformersEngine"):
+        engine.validate(SamplerSpec(format=formats.get("nf4")))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     vllm_checks.check_operators(formats.get("int4_group"))  # its kernels are others
 

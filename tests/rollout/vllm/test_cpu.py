@@ -44,7 +44,7 @@ def test_vllm_takes_that_attention_where_the_host_has_amx(monkeypatch):
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("name", ["fp8_row", "nf4", "int8_channel", "int4_group"])
+@pytest.mark.parametrize("name", ["fp8_row", "int8_channel", "int4_group"])
 def test_operators_are_missing_where_torch_knows_none_of_that_name(name):
     needed = support.TABLE[name].vllm_cpu_operators
     assert bool(needed) == name.startswith("int")

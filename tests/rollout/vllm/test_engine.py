@@ -30,7 +30,7 @@ pytestmark = pytest.mark.vllm
 
 # Mean |Δ log p| to the learner computing in the format: rounding that flips an 8-bit activation now and then moves it
 # by up to a hundredth in fp32; int4 runs in bf16, as its kernel takes nothing else.
-BOUNDS = {"plain": 1e-4, "nvfp4": 1e-4, "int4_group": 0.02, "int8_channel": 5e-3, "fp8_block": 0.015, "nf4": 1e-4}
+BOUNDS = {"plain": 1e-4, "nvfp4": 1e-4, "int4_group": 0.02, "int8_channel": 5e-3, "fp8_block": 0.015}
 BOUNDS |= {"fp8_row": 0.015, "fp8_tensor": 0.015}
 
 
@@ -126,7 +126,7 @@ def test_other_models_follow_too(name):
 # ---------------------------------------------------------------------------------------------------------- adapters
 
 
-@pytest.mark.parametrize("name", ["plain", "int4_group", "fp8_row", "nf4"])
+@pytest.mark.parametrize("name", ["plain", "int4_group", "fp8_row"])
 def test_adapter_follows_over_an_unchanged_base(name):
     layers = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     lora = LoraConfig(r=4, lora_alpha=12, target_modules=layers)

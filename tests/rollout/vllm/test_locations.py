@@ -12,7 +12,6 @@ from lit_qrl.rollout.vllm.locations import (
     ExpertPlace,
     Place,
     copy_all,
-    copy_into,
     lacking,
     loaded_format,
     tensors_of,
@@ -274,17 +273,3 @@ def test_whole_stacks_are_copied_at_once_and_single_tensors_where_they_belong():
     assert torch.equal(target[0, 4:], torch.ones(4, 5))
     assert torch.equal(target[1:, 4:], 7 * source[1:])
     assert not target[:, :4].any()
-
-
-def test_slices_of_one_stack_are_copied_into_another_at_once_and_others_where_they_belong():
-    source = torch.arange(4 * 32.0).view(4, 8, 4)
-    stack, few = torch.zeros(6, 8, 4), torch.full((6, 8, 4), -1.0)
-    whole = dict(zip(range(1, 5), slices(source), strict=True))
-    assert counted(lambda: copy_into(stack, whole)) == 1
-    assert torch.equal(stack[1:5], source)
-    assert not stack[0].any()
-    one, three = slices(source)[1], slices(source)[3]
-    copy_into(few, {0: three, 2: one, 5: torch.ones(8, 4)})
-    assert torch.equal(few[[0, 2]], source[[3, 1]])
-    assert (few[5] == 1).all()
-    assert (few[[1, 3, 4]] == -1).all()

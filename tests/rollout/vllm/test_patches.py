@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.rollout.vllm import installation, nf4, patches
+from lit_qrl.rollout.vllm import installation, patches
 from lit_qrl.rollout.vllm.installation import RUN_WITH, installed_version
 from lit_qrl.rollout.vllm.patches import CUMEM, DUMMY, PATCHES, Patch, Versions, apply, apply_all, fill, find
 from lit_qrl.types import SamplingParams
@@ -99,13 +99,12 @@ def test_those_are_made_that_the_installed_version_needs(fake, install, monkeypa
         patch("gone", "of_a_gpu", device="cuda"),
     )
     monkeypatch.setattr(patches, "PATCHES", mine)
-    monkeypatch.setattr(nf4, "register", lambda: made.append("nf4"))
     monkeypatch.setattr(installation, "check_plugin", made.append)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     install("0.33.0", cpu=True)
     apply_all()
     assert (module.count(), module.other()) == (2, 5)
-    assert made == ["nf4", "cpu"]
+    assert made == ["cpu"]
     (line,) = caplog.messages  # a symbol that is gone where the fault is, too
     assert "vllm.part.gone is not there" in line
     assert "the patch mended changed; vLLM needs it no more from 0.32 on" in line

@@ -2,17 +2,23 @@
 
 import ast
 import json
+import os
+import signal
+import sys
 import threading
 import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import tests
 from lit_qrl.errors import ConfigError
-from lit_qrl.rollout.engine import EngineDiedError, Learners
+from lit_qrl.rollout.embedded.engine import TransformersEngine
+from lit_qrl.rollout.engine import EngineDiedError, Learners, Pauses, SamplerSpec
 from lit_qrl.rollout.vllm import client, guard, server, ways
 from lit_qrl.rollout.vllm.client import (
     RemoteEngine,
@@ -26,8 +32,11 @@ from lit_qrl.rollout.vllm.client import (
 from lit_qrl.rollout.vllm.engine import VLLMEngine
 from lit_qrl.rollout.vllm.installation import versions
 from lit_qrl.rollout.vllm.server import Place, Server
+from lit_qrl.types import SamplingParams
+from tests.vllm_engines import tiny_network
 
 KEY = "between these two"
+STAND_IN = Path(tests.__file__).parent / "served_stand_in.py"
 
 
 @contextmanager
@@ -106,7 +115,11 @@ def test_silence_in_the_middle_of_a_draw_is_a_death_of_all_that_wait(monkeypatch
 
     with standing_in(answer) as address:
         one, start = Server(Place(address, KEY), silence=0.5), time.monotonic()
-        with pytest.raises(EngineDiedError, match=r"is gone: no answer to /collective_rpc for 0\.5 s"), one.watched():
+        one.done.add("draw")
+        with (
+            pytest.raises(EngineDiedError, match=r"is gone: no answer to /collective_rpc for 0\.5 s"),
+            one.watched("draw"),
+        ):
             one.post("/inference/v1/generate", {})
         assert time.monotonic() - start < 5
         over.set()
@@ -216,6 +229,11 @@ def test_what_the_server_does_not_do_is_refused_by_name(options, named):
         RemoteEngine(VLLMEngine(**options))
 
 
+def test_it_stands_still_between_two_steps_as_no_engine_of_this_process_does():
+    assert isinstance(RemoteVLLMEngine(), Pauses)
+    assert not isinstance(TransformersEngine(), Pauses)
+
+
 def test_handles_of_a_gpu_are_of_one_host():
     with pytest.raises(ConfigError, match="CUDA handles are of one host"):
         RemoteVLLMEngine(hosts=["node:1"], transfer="ipc")
@@ -235,3 +253,117 @@ def test_addresses_and_their_key(tmp_path, caplog):
     with pytest.raises(ConfigError, match="fewer engines than the learner has processes"):
         places("auto", ["node:80"], str(tmp_path / "token"), Learners(whole=(0, 2)))
     assert [one.name for one in places("auto", None, None, Learners())] == ["cpu"]
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """An engine over processes that speak as vLLM's server does, and what they are asked: paths, newest last."""
+    monkeypatch.setattr(server, "command", lambda: [sys.executable, str(STAND_IN)])
+    monkeypatch.setenv("STAND_IN_VERSIONS", json.dumps(versions()))
+    monkeypatch.setattr(server, "BEAT", 0.1)
+    network, asked, made = tiny_network(), [], []
+    ask = Server._ask
+
+    def noting(one, method, path, body, timeout):
+        asked.append(body["method"] if path == "/collective_rpc" else path)
+        for strike in [strike for what, strike in struck if what == path]:
+            struck.clear()
+            strike(one)
+        return ask(one, method, path, body, timeout)
+
+    struck = []
+    monkeypatch.setattr(Server, "_ask", noting)
+
+    def engine(silence=1.0):
+        made.append(RemoteVLLMEngine(devices=["cpu", "cpu"], silence=silence, dtype="fp32"))
+        monkeypatch.setattr(made[-1].engine, "validate", lambda spec: None)
+        spec = SamplerSpec(sampling=SamplingParams(max_tokens=5), prompt_limit=16)
+        made[-1].setup(spec, SimpleNamespace(network=network))
+        return made[-1]
+
+    stream = [("a", torch.zeros(3)), ("b", torch.ones(2))]
+
+    def publish(one, version):
+        return one.load_weights(iter(stream), None, version)
+
+    yield SimpleNamespace(engine=engine, asked=asked, struck=struck, publish=publish)
+    for one in made:
+        one.close()
+        assert one._folder is None
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("what", ["/inference/v1/generate", "/update_weights", "the first /update_weights"])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_death_is_named_in_time_and_the_next_server_draws_the_same(served, what, how):
+    engine, asked = served.engine(), [[5, 6], [7, 8, 9], [10]]
+    first = what.startswith("the first")
+    if not first:
+        served.publish(engine, 0)
+        expected = engine.generate(asked, 2, seed=5)
+    served.struck.append((what.rpartition(" ")[2], lambda one: os.killpg(one._process.pid, how)))
+    begun = time.monotonic()
+    with pytest.raises(EngineDiedError, match="status -9" if how == signal.SIGKILL else "does not answer: no answer"):
+        served.publish(engine, 1) if "update" in what else engine.generate(asked, 2, seed=5)
+    assert time.monotonic() - begun < 10
+    with pytest.raises(RuntimeError, match="no complete weights"):
+        engine.generate(asked, 2, seed=5)
+    engine.discard()
+    engine.setup(engine.spec, engine.policy)
+    assert served.publish(engine, 1).version == 1
+    drawn = engine.generate(asked, 2, seed=5)
+    assert [one.token_ids for one in drawn] == [one.token_ids for one in (drawn if first else expected)]
+
+
+@pytest.mark.vllm
+def test_a_publish_that_its_sender_breaks_off_is_given_up_and_the_next_is_whole(served):
+    engine = served.engine()
+
+    def broken():
+        yield "a", torch.zeros(3)
+        raise ValueError("not finite")
+
+    with pytest.raises(ValueError, match="not finite"):
+        engine.load_weights(broken(), None, 0)
+    assert served.asked[-1] == "abandon_json"
+    assert all(one.ready for one in engine.servers)
+    with pytest.raises(RuntimeError, match="no complete weights"):
+        engine.generate([[5]], 1, seed=0)
+    served.publish(engine, 1)
+    assert len(engine.generate([[5]], 1, seed=0)) == 1
+
+
+@pytest.mark.vllm
+def test_pages_with_nan_do_not_outlive_the_weights_that_made_them(served):
+    engine, cleared = served.engine(), []
+    for prompt in (12, 13, 12):
+        served.publish(engine, len(cleared))
+        engine.generate([[prompt]], 1, seed=0)
+        cleared.append(served.asked.count("clear_kv_cache"))
+    assert cleared == [0, 0, 2]  # one for each server
+
+
+@pytest.mark.vllm
+def test_the_first_of_a_kind_may_take_longer_than_a_server_may_be_silent(served):
+    engine = served.engine()
+    served.publish(engine, 0)
+    assert len(engine.generate([[14]], 1, seed=0)) == 1
+    engine.generate([[5], [6, 7]], 1, seed=0)
+    with pytest.raises(EngineDiedError, match=r"no answer to /collective_rpc for 1 s"):
+        engine.generate([[14]], 1, seed=0)
+
+
+@pytest.mark.vllm
+def test_servers_share_no_port_and_nothing_that_an_engine_of_this_process_left(served, monkeypatch):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    monkeypatch.setenv("VLLM_DIST_IDENT", "this process")
+    one, other = served.engine().servers
+    said = [Path(f"/proc/{each._process.pid}/environ").read_bytes().decode().split("\0") for each in (one, other)]
+    for words in said:
+        assert "VLLM_ENABLE_V1_MULTIPROCESSING=1" in words
+        assert not [word for word in words if word.startswith("VLLM_DIST_IDENT")]
+    places = [each._folder for each in (one, other)]
+    assert [place.stat().st_mode & 0o777 for place in places] == [0o700] * 2
+    assert places[0] != places[1]
+    keys = [next(word for word in words if word.startswith(guard.KEY)) for words in said]
+    assert keys[0] != keys[1]
