@@ -9,7 +9,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
-from lit_qrl.errors import ConfigError
+from lit_qrl.errors import ConfigError, named
 from lit_qrl.functional.diagnostics import histogram2d_by_sign, low_probability_share, mean_by_position, repeated_ngrams
 from lit_qrl.functional.importance import log_ratio
 from lit_qrl.functional.mismatch import k3_divergence, mismatch_metrics
@@ -137,7 +137,8 @@ class MismatchMonitor(RLCallback):
     def _write(trainer: Trainer, histograms: list[dict[str, Any]]) -> None:
         path = Path(trainer.default_root_dir) / "histograms.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"iteration": trainer.current_epoch + 1, "histograms": histograms}))
+        with named(path):
+            path.write_text(json.dumps({"iteration": trainer.current_epoch + 1, "histograms": histograms}))
 
 
 VALUE_BINS, PROBABILITY_BINS, LENGTH_BINS = 40, 20, 8
