@@ -25,7 +25,7 @@ from lit_qrl.run.checkpoint_files import CheckpointFiles
 from tests.tiny_run import DigitReward
 
 single.draw = single.draw_histograms = lambda *given: b"PNG"
-interrupt.LET_GO = 2.0
+interrupt.LET_GO, lit_qrl.callbacks.report.LAST_PAGE = 2.0, 120.0  # of a busy machine
 
 def at(owner, name, do, call=1):
     original, calls = getattr(owner, name), []
