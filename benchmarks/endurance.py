@@ -5,7 +5,13 @@
 Both are the command that a user would type, in processes of their own. The victim gets SIGKILL at moments drawn by
 `--seed`, in a phase drawn with them (generation, update, publish, checkpoint writing, any), and goes on with
 `--ckpt_path last`. In which phase it died is read from its stack, which it writes to a file on SIGUSR1 just before.
-Memory is `VmRSS` of `/proc`, read from outside. `--part` makes one of the two runs, or the comparison alone.
+Memory (`VmRSS`), file descriptors and threads are read from `/proc`, and `/dev/shm` is listed, by this process, from
+outside; of each the slope over the life that ends by itself is printed. `--part` makes one of the two runs, or the
+comparison alone.
+
+    python benchmarks/endurance.py --small --iterations 2000 --kills 10 --every 50 --out out/endurance
+
+draws 16 completions an iteration and evaluates nothing, for where the number of iterations is what counts.
 """
 
 import argparse
@@ -37,6 +43,13 @@ MARKS = (
     ("update", r"lightning/pytorch/loops/optimization/|lightning/pytorch/core/module\.py\", line \d+ in backward"),
 )
 """Phases by what stands on the stack, the first that is found."""
+SMALL = (
+    *("--data.prompts_per_iteration", "4", "--data.group_size", "4", "--trainer.limit_val_batches", "0"),
+    *("--model.evaluate_first", "false", "--trainer.enable_progress_bar", "false"),
+)
+"""Options of a small iteration."""
+SAMPLED = ("rss_kib", "descriptors", "threads", "shm_files", "shm_kib")
+"""What is read of a process from outside."""
 WINDOW = 10
 """Iterations whose median is the memory at a place of the run."""
 TOLERANCE = 0.02
@@ -59,6 +72,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--every", type=int, default=20, help="iterations between checkpoints")
     parser.add_argument("--reference", type=int, default=100, help="iteration whose memory the end is compared with")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--small", action="store_true", help="16 completions an iteration, and no evaluation")
     parser.add_argument("--part", choices=("all", "unbroken", "killed", "compare"), default="all")
     parser.add_argument("--out", type=Path, required=True, help="a folder for both runs, their logs and the figures")
     parser.add_argument("options", nargs="*", help="further options of fit, after --")
@@ -68,6 +82,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Run the parts and print what came out; status 1 where the runs differ or memory grew."""
     args = parse()
+    args.options = [*(SMALL if args.small else ()), *args.options]
     args.out.mkdir(parents=True, exist_ok=True)
     if args.part in ("all", "unbroken"):
         note(args, "unbroken", run(args, "unbroken", 0))
@@ -78,7 +93,7 @@ def main() -> None:
         note(args, "compare", found)
         runs = [json.loads((args.out / f"{name}.json").read_text()) for name in ("unbroken", "killed")]
         grown = [name for name, one in zip(("unbroken", "killed"), runs, strict=True) if not one["memory"]["within"]]
-        sys.exit(bool(found["differing"] or grown))
+        sys.exit(bool(found["differing"] or found["elsewhere"] or grown))
 
 
 def note(args: argparse.Namespace, name: str, found: dict[str, Any]) -> None:
@@ -98,8 +113,13 @@ class Life:
     seconds: float = 0.0
     last: int = 0
     killed_in: str | None = None
-    memory: dict[int, int] = field(default_factory=dict)
-    """Largest VmRSS by iteration, KiB."""
+    samples: dict[int, list[int]] = field(default_factory=dict)
+    """Largest of each of `SAMPLED` by iteration."""
+
+    @property
+    def memory(self) -> dict[int, int]:
+        """Largest VmRSS by iteration, KiB."""
+        return {iteration: values[0] for iteration, values in self.samples.items()}
 
 
 def run(args: argparse.Namespace, name: str, kills: int) -> dict[str, Any]:
@@ -121,6 +141,7 @@ def run(args: argparse.Namespace, name: str, kills: int) -> dict[str, Any]:
         "lives": [describe(one) for one in lives],
         "killed_in": [one.killed_in for one in lives if one.killed_in],
         "memory": memory(end, min(end) + args.reference if kills else args.reference),
+        "per_1000_iterations": slopes(lives[-1].samples),
     }
 
 
@@ -153,6 +174,22 @@ def memory(seen: dict[int, int], reference: int) -> dict[str, Any]:
     }
 
 
+def slopes(samples: dict[int, list[int]]) -> dict[str, float]:
+    """Return by how much what is sampled grows in 1,000 iterations: least squares over the second half of a life.
+
+    Of its last iteration the report is made, which is left out.
+
+    >>> slopes({iteration: [1000 + 2 * iteration, 9, 4, 0, 0] for iteration in range(1, 9)})["rss_kib"]
+    2000.0
+    """
+    late = sorted(samples)[len(samples) // 2 : -1]
+    if len(late) < 2:
+        return {}
+    columns = zip(*(samples[iteration] for iteration in late), strict=True)
+    lines = [statistics.linear_regression(late, column).slope for column in columns]
+    return {name: round(1000 * slope, 2) for name, slope in zip(SAMPLED, lines, strict=True)}
+
+
 def live(
     args: argparse.Namespace, folder: Path, moment: tuple[int, str] | None, number: int, draw: random.Random
 ) -> Life:
@@ -170,7 +207,8 @@ def live(
     try:
         while process.poll() is None:
             iteration = reached(metrics)
-            life.memory[iteration] = max(life.memory.get(iteration, 0), resident(process.pid))
+            now = sampled(process.pid)
+            life.samples[iteration] = list(map(max, life.samples.get(iteration, now), now))
             if moment is not None and iteration >= moment[0]:
                 life.killed_in = kill(process, stacks, moment[1], draw)
                 break
@@ -197,13 +235,16 @@ def reached(metrics: Path) -> int:
         return 0
 
 
-def resident(process: int) -> int:
-    """Return a process's VmRSS in KiB, 0 when it is gone."""
+def sampled(process: int) -> list[int]:
+    """Return `SAMPLED` of a process, zeros when it is gone; `/dev/shm` is the whole host's."""
     try:
-        found = re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{process}/status").read_text())
+        status = Path(f"/proc/{process}/status").read_text()
+        descriptors = len(os.listdir(f"/proc/{process}/fd"))
+        shared = [entry.stat().st_blocks // 2 for entry in os.scandir("/dev/shm")]
     except OSError:
-        return 0
-    return int(found[1]) if found else 0
+        return [0] * len(SAMPLED)
+    found = {key: int(value) for key, value in re.findall(r"(VmRSS|Threads):\s+(\d+)", status)}
+    return [found.get("VmRSS", 0), descriptors, found.get("Threads", 0), len(shared), sum(shared)]
 
 
 def kill(process: subprocess.Popen, stacks: Path, wanted: str, draw: random.Random, patience: float = 300) -> str:

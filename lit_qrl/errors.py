@@ -1,11 +1,14 @@
 """The errors of the project that the command line turns into a paragraph instead of a traceback."""
 
 import difflib
+import errno
 import os
 import re
+import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 
 EXIT_CONFIG = 2
 """Exit status of a configuration that cannot work."""
@@ -115,6 +118,37 @@ def within_memory(doing: str, remedy: str) -> Iterator[None]:
         if isinstance(error, StoppedError) or not out_of_memory(error):
             raise
         raise MemoryShortageError(f"Memory ran out while {doing}: {asked(error)}. {remedy}") from error
+
+
+@contextmanager
+def named(path: str | Path) -> Iterator[None]:
+    """Give an error of a file that is written in the block its name, which the system does not say."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What a disk, a quota and a limit of the process (`ulimit -f`) say that there is no room for more."""
+
+
+def not_written(path: str | Path, error: OSError) -> str:
+    """Return which file could not be written, why, on which disk, and what to do, as two sentences.
+
+    Args:
+        path: of the file.
+        error: of the system.
+
+    >>> print(not_written("/no/such/a.csv", OSError(errno.ENOSPC, "No space left on device")))  # doctest: +ELLIPSIS
+    /no/such/a.csv could not be written: No space left on device (/ has ... free). Free some space.
+    """
+    place = Path(path).absolute()
+    disk = next(one for one in (place, *place.parents) if os.path.ismount(one))
+    room = f" ({disk} has {shutil.disk_usage(disk).free / 2**20:,.1f} MiB free)" if error.errno in FULL else ""
+    remedy = "Free some space" if error.errno in FULL else "See that the folder can be written"
+    return f"{path} could not be written: {error.strerror or error}{room}. {remedy}."
 
 
 @contextmanager

@@ -37,18 +37,19 @@ class Ended:
     stderr: str
 
 
-def run_each(shared: str, programs: list[str], folder: Path, **environment: str) -> list[Ended]:
+def run_each(shared: str, programs: list[str], folder: Path, seconds: float = 240, **environment: str) -> list[Ended]:
     """Return how each program ended, one after the other.
 
     Args:
         shared: imports that all of them need; run once.
         programs: Python.
         folder: an empty one, for what they print.
+        seconds: that all of them may take.
         environment: what differs from this process's.
     """
     command = [sys.executable, "-c", SCRIPT, shared, str(folder), *programs]
     done = subprocess.run(
-        command, env={**os.environ, **environment}, capture_output=True, text=True, check=True, timeout=240
+        command, env={**os.environ, **environment}, capture_output=True, text=True, check=True, timeout=seconds
     )
     return [
         Ended(code, *((folder / f"{number}.{name}").read_text() for name in ("out", "err")))

@@ -21,7 +21,7 @@ from lit_qrl.optim.schedule import plateaus_seen
 from lit_qrl.run.checkpoint_files import Cadence, CheckpointFiles, read_checkpoint, staging, whole_checkpoints
 from lit_qrl.run.description import Described
 from lit_qrl.run.folder import last_checkpoint, shown
-from lit_qrl.run.interrupt import Interrupted, InterruptedTogether, Interruption
+from lit_qrl.run.interrupt import Interrupted, InterruptedTogether, Interruption, check_process, deadline
 from lit_qrl.strategies.peers import Peers
 
 if TYPE_CHECKING:
@@ -88,6 +88,7 @@ class RunCheckpoint(Described, Checkpoint):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: "GRPOModule", batch: Any, batch_idx: int) -> None:
         """Put a signal off from the first update to the end of the iteration: between them nothing can be saved."""
+        check_process()
         if batch_idx == 0:
             self.end_together(trainer, pl_module)
         self._interruption.defer()
@@ -101,6 +102,8 @@ class RunCheckpoint(Described, Checkpoint):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: "GRPOModule") -> None:
         """Save when due, or when a signal ends the run."""
+        check_process()
+        deadline.arrived()
         iteration, ends = trainer.current_epoch + 1, _ends(trainer)
         kept = bool(self.keep_every) and iteration % self.keep_every == 0
         told = self._told(trainer, pl_module)
@@ -160,6 +163,8 @@ class RunCheckpoint(Described, Checkpoint):
         if isinstance(exception, Interrupted) and trainer.world_size == 1:  # one of several alone cannot save
             self.save_before_update(trainer)
         self._files.wait()
+        if isinstance(exception, Interrupted):
+            deadline.begin(exception.number)  # what is torn down may hold on to it too
 
     def save_before_update(self, trainer: Trainer) -> None:
         """Save a run that stops in an iteration before its first update, so that it begins that iteration again.
@@ -174,6 +179,7 @@ class RunCheckpoint(Described, Checkpoint):
         if (
             trainer.global_step in (self._saved, self._loaded)
             or not trainer.training
+            or not iterations.current.ready
             or (batches.current.started and not begins)
         ):
             return

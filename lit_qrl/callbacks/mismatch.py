@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
 from lit_qrl.data.environment import MultiTurnTask
-from lit_qrl.errors import ConfigError
+from lit_qrl.errors import ConfigError, named
 from lit_qrl.functional.diagnostics import (
     histogram2d_by_sign,
     low_probability_share,
@@ -157,7 +157,8 @@ class MismatchMonitor(RLCallback):
     def _write(trainer: Trainer, histograms: list[dict[str, Any]]) -> None:
         path = Path(trainer.default_root_dir) / "histograms.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"iteration": trainer.current_epoch + 1, "histograms": histograms}))
+        with named(path):
+            path.write_text(json.dumps({"iteration": trainer.current_epoch + 1, "histograms": histograms}))
 
 
 VALUE_BINS, PROBABILITY_BINS, LENGTH_BINS = 40, 20, 8

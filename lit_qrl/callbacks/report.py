@@ -4,6 +4,8 @@ import logging
 import math
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,13 +15,13 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
-from lit_qrl.errors import ConfigError
+from lit_qrl.errors import FULL, ConfigError, StoppedError, not_written
 from lit_qrl.loop.hooks import RLCallback, overrides, rl_callbacks
 from lit_qrl.report import render
 from lit_qrl.report.live import PageApart
 from lit_qrl.run.event_log import SAMPLES_FILE, append_jsonl, log_event, number, read_jsonl
 from lit_qrl.run.folder import set_aside, shown
-from lit_qrl.run.interrupt import Interrupted, InterruptedTogether
+from lit_qrl.run.interrupt import Interrupted, InterruptedTogether, check_process, deadline
 from lit_qrl.run.loggers import RunCSVLogger
 from lit_qrl.types import RolloutBatch
 
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+LAST_PAGE = 10.0
+"""Seconds for the page of a run whose process is ended."""
 TOKENS_TOLD = 2048
 """Of a sample, those whose log-ratios are kept: more than the page shows of one."""
 
@@ -79,6 +83,7 @@ class Report(RLCallback):
         if not trainer.is_global_zero or trainer.fast_dev_run:  # pyright: ignore[reportAttributeAccessIssue]
             return
         self._active, self._texts = True, {}
+        deadline.last_words[:] = [partial(self._last_words, trainer)]
         folder = Path(trainer.default_root_dir)
         done = trainer.fit_loop.epoch_progress.current.processed  # pyright: ignore[reportAttributeAccessIssue]
         resumed = done > 0 or trainer.global_step > 0
@@ -141,29 +146,53 @@ class Report(RLCallback):
 
     def on_exception(self, trainer: Trainer, pl_module: "GRPOModule", exception: BaseException) -> None:
         """Say in the event log what happened, and make the report of what there is."""
+        check_process()
+        deadline.arrived()
         if not self._active:
             return
-        self._write(trainer)
+        with self._only_told():
+            self._write(trainer)
         if not self._ended:
-            interrupt = isinstance(exception, (KeyboardInterrupt, SIGTERMException))
+            interrupt = isinstance(exception, (KeyboardInterrupt, SIGTERMException, InterruptedTogether))
             kind, what = ("interrupt", "Interrupted") if interrupt else ("exception", "Stopped by an error")
             text = f"{what}: {type(exception).__name__}: {exception}".removesuffix(": ")
             if isinstance(exception, (Interrupted, InterruptedTogether)):
                 text = f"Interrupted by {signal.Signals(exception.number).name}."
-            self._log(trainer, kind, text, iteration=trainer.current_epoch + 1)
-        self._finish(trainer)
+            with self._only_told():
+                self._log(trainer, kind, text, iteration=trainer.current_epoch + 1)
+        with self._only_told():
+            self._finish(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: "GRPOModule", stage: str) -> None:
         """Make the report and say where it is."""
-        if self._active:
+        if not self._active:
+            return
+        try:
             self._finish(trainer)
+        except OSError as error:
+            why, folder = not_written(error.filename or "The report", error), trainer.default_root_dir
+            raise StoppedError(f"Training has ended. {why} Make the report with: lit-qrl report {folder}") from error
 
     # --------------------------------------------------------------------------------------------------------- details
 
-    def _finish(self, trainer: Trainer) -> None:
-        self._active = False
+    def _last_words(self, trainer: Trainer, number: int) -> None:
+        """Make the report of a run that code of a user does not let end."""
+        text = f"Interrupted by {signal.Signals(number).name}, which the code of the run did not let through."
+        with self._only_told():
+            self._log(trainer, "interrupt", text, iteration=trainer.current_epoch + 1)
         self._page.end()
-        index = self._render(trainer)
+        self._page.begin(trainer.default_root_dir)
+        self._page.wait(LAST_PAGE)
+
+    def _finish(self, trainer: Trainer) -> None:
+        self._page.end()
+        try:
+            index = self._render(trainer)
+        except OSError:
+            self._active = False
+            raise
+        self._active = False  # a signal that comes before is no reason to have none
+        deadline.last_words.clear()
         if index is not None:
             print(f"Report: {shown(index)}", flush=True)
 
@@ -173,6 +202,8 @@ class Report(RLCallback):
             return render(folder)
         # Whatever is wrong with a plot must not cost the run its checkpoint or hide the error that ended it.
         except Exception as error:
+            if isinstance(error, OSError) and error.errno in FULL:
+                raise
             log.warning(
                 "The report could not be made (%s: %s); the run's files are whole.", type(error).__name__, error
             )
@@ -182,17 +213,20 @@ class Report(RLCallback):
 
     def _write(self, trainer: Trainer) -> None:
         kept, self._kept = self._kept, []
-        try:
-            append_jsonl(Path(trainer.default_root_dir) / SAMPLES_FILE, [sample for _, sample in kept])
-        except OSError as error:
-            log.warning("Samples could not be written: %s", error)
+        append_jsonl(Path(trainer.default_root_dir) / SAMPLES_FILE, [sample for _, sample in kept])
 
     @staticmethod
     def _log(trainer: Trainer, kind: str, message: str, **fields: Any) -> None:
+        log_event(trainer.default_root_dir, kind, message, **fields)
+
+    @staticmethod
+    @contextmanager
+    def _only_told() -> Iterator[None]:
+        """Say what could not be written where the run ends by another error, which is what its command tells."""
         try:
-            log_event(trainer.default_root_dir, kind, message, **fields)
+            yield
         except OSError as error:
-            log.warning("The event log could not be written: %s", error)
+            log.warning("%s", not_written(error.filename or "A file of the run", error))
 
 
 def _samples(

@@ -157,8 +157,14 @@ class RunFolder(Checkpoint):
 def standing(interrupted: Interrupted | InterruptedTogether, trainer: Trainer, again: str) -> str:
     """Return where an interrupted run stands and how it goes on, as a paragraph."""
     saved = folders.last_checkpoint(trainer.default_root_dir)
-    name = signal.Signals(interrupted.number).name
-    where = f"Interrupted by {name} in iteration {trainer.current_epoch + 1} of {trainer.max_epochs}."
+    name, done = signal.Signals(interrupted.number).name, trainer.current_epoch
+    if trainer.state.fn != TrainerFn.FITTING:
+        return f"\nInterrupted by {name}."
+    where = f"Interrupted by {name} in iteration {done + 1} of {trainer.max_epochs}."
+    if not trainer.fit_loop.epoch_progress.current.ready:  # pyright: ignore[reportAttributeAccessIssue]
+        where = f"Interrupted by {name} before the first iteration."
+    elif done == trainer.max_epochs:
+        where = f"Interrupted by {name} after the last of {done} iterations."
     if saved is None:
         return f"\n{where} No checkpoint had been written."
     return f"\n{where} {folders.shown(saved)} is its last checkpoint. Go on with:\n  {again}"

@@ -3,12 +3,15 @@
 `lit-qrl COMMAND --help` reads this file too, so what loads torch or Lightning is imported inside functions.
 """
 
+import errno
 import re
+import sysconfig
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lit_qrl.errors import ConfigError, IncompleteError, nearest
+from lit_qrl.errors import FULL, ConfigError, IncompleteError, nearest, not_written
 from lit_qrl.run.folder import last_checkpoint
 from lit_qrl.shipped import shipped
 
@@ -277,6 +280,42 @@ def paragraph(error: "PublishError | ConfigError | IncompleteError", run_folder:
     remedy = remedies.get(min(kinds), ENGINE_REMEDY) if len(kinds) == 1 else ENGINE_REMEDY
     where = _where(run_folder, not_finite=kinds == {"non_finite"})
     return f"The run was stopped: {which} did not arrive as sent. {' '.join(faults[:SHOWN])}{more} {remedy} {where}"
+
+
+def exited(error: SystemExit, run_folder: Path | None) -> str:
+    """Return where code of the user has asked the process to end, and where that leaves the run, as a paragraph.
+
+    Args:
+        error: which ended the run.
+        run_folder: of the run; None before it has one.
+    """
+    library = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = str(Path(__file__).parents[1])
+    own = [one for one in frames if not one.filename.startswith((*library, ours, "<frozen"))]
+    at = f" at {own[-1].filename}:{own[-1].lineno} (in {own[-1].name})" if own else ""
+    where = "" if run_folder is None or not run_folder.is_dir() else f" {_where(run_folder)}"
+    return (
+        f"The run was ended by SystemExit({error.code!r}){at}: code that a run calls must not end its process. Raise "
+        f"another exception there.{where}"
+    )
+
+
+def of_disk(error: OSError, run_folder: Path | None) -> str | None:
+    """Return the paragraph for a file of a run that could not be written; None for an error of anything else.
+
+    Args:
+        error: of the system.
+        run_folder: of the run; None before it has one.
+    """
+    named = Path(error.filename).absolute() if isinstance(error.filename, str) else None
+    own = run_folder is not None and named is not None and named.is_relative_to(run_folder.absolute())
+    if error.errno not in FULL and not (own and error.errno in (errno.EACCES, errno.EROFS, errno.EIO, errno.ESTALE)):
+        return None
+    told = not_written(error.filename or f"A file of {run_folder or Path.cwd()}", error)
+    if run_folder is None or not last_checkpoint(run_folder):
+        return f"The run was stopped. {told} No checkpoint had been written."
+    return f"The run was stopped. {told} {_where(run_folder)} Go on with --ckpt_path last."
 
 
 def _where(run_folder: str | Path, not_finite: bool = False) -> str:

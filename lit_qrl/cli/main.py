@@ -15,10 +15,9 @@ from typing import Any, NoReturn
 from lit_qrl.cli import TRAINING
 from lit_qrl.errors import EXIT_CONFIG, EXIT_STOPPED, ConfigError, StoppedError
 from lit_qrl.run import console  # noqa: F401  its clock starts with the command
+from lit_qrl.run.interrupt import Interrupted, Interruption, deadline
 from lit_qrl.shipped import SHIPPED
 
-EXIT_INTERRUPTED = 130
-"""Exit status after Ctrl-C; after SIGTERM it is 143."""
 MOMENT = 5.0
 """Seconds that a process which fails gives the first one of its run to say why, and to end it."""
 
@@ -43,7 +42,7 @@ def main(args: Sequence[str] | None = None) -> None:
     """Run `lit-qrl`; one paragraph and status 2 for what cannot work as given, 70 for a run that could not go on."""
     if args is None and (prints_only(sys.argv[1:]) or (sys.argv[1:2] and sys.argv[1] in PRINTS)):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # behind a pipe, `head` may have enough before all is printed
-    args = list(sys.argv[1:] if args is None else args)
+    own, args = args is None, list(sys.argv[1:] if args is None else args)
     if args[:1] == ["quickstart"]:
         args = [*QUICKSTART, *args[1:]]
     word = args[0] if args else "--help"
@@ -80,6 +79,7 @@ def main(args: Sequence[str] | None = None) -> None:
                 command = getattr(importlib.import_module(f"lit_qrl.cli.{word}"), word)
             run(command, args[1:])
         elif word in TRAINING:
+            deadline.enabled = own and not prints_only(args)
             run_training(args)
         else:
             from lit_qrl.errors import nearest
@@ -91,8 +91,13 @@ def main(args: Sequence[str] | None = None) -> None:
         fail(str(error))
     except StoppedError as error:
         fail(str(error), EXIT_STOPPED)
-    except KeyboardInterrupt as error:  # a training has said where it stands
-        sys.exit(getattr(error, "status", EXIT_INTERRUPTED))
+    except KeyboardInterrupt as error:
+        interrupted = error if isinstance(error, Interrupted) else Interrupted(signal.SIGINT)
+        deadline.arrived()
+        deadline.begin(interrupted.number)  # threads of a user may keep the interpreter
+        if interrupted.told:  # a training has said where it stands
+            sys.exit(interrupted.status)
+        fail(f"{word} was {interrupted}, and no training was under way.", interrupted.status)
 
 
 def print_completion(words: Sequence[str]) -> None:
@@ -170,15 +175,29 @@ def uncollected() -> Iterator[None]:
 
 def run_training(args: Sequence[str]) -> Any:
     """Run a Trainer command and return the CLI object."""
-    with uncollected():
-        from lightning.pytorch.utilities.exceptions import MisconfigurationException
-
-        from lit_qrl.cli.training import QRLCLI
-
+    signals = Interruption()
+    signals.install()  # a run has its own while it trains
     try:
-        return QRLCLI.run(list(args))
-    except MisconfigurationException as error:  # Lightning's own word for a configuration that cannot work
-        raise ConfigError(" ".join(str(error).split())) from error
+        with uncollected():
+            from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+            from lit_qrl.cli.errors import exited, of_disk
+            from lit_qrl.cli.training import QRLCLI
+
+        try:
+            return QRLCLI.run(list(args))
+        except MisconfigurationException as error:  # Lightning's own word for a configuration that cannot work
+            raise ConfigError(" ".join(str(error).split())) from error
+        except SystemExit as error:
+            if prints_only(args):
+                raise
+            raise StoppedError(exited(error, QRLCLI.folder)) from error
+        except OSError as error:
+            if (known := of_disk(error, QRLCLI.folder)) is None:
+                raise
+            raise StoppedError(known) from error
+    finally:
+        signals.remove()
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ from lit_qrl.run.checkpoint_files import check_identity, read_checkpoint
 from lit_qrl.run.config import RunConfig
 from lit_qrl.run.console import BEGAN, LOG_FILE, kept_from_the_screen, quiet
 from lit_qrl.run.folder import RunLock, absent, keep_last, let_go, place, remove_empty, shown
-from lit_qrl.run.interrupt import Interrupted
+from lit_qrl.run.interrupt import Interrupted, InterruptedTogether, check_process
 from lit_qrl.run.loggers import RunCSVLogger
 from lit_qrl.run.stop import stop_where_short
 from lit_qrl.shipped import SHIPPED
@@ -153,13 +153,15 @@ class QRLCLI(LightningCLI):
     """What lasts as long as the command."""
     dry_run: bool
     absent: list[Path]
+    folder: Path | None
+    """Of the run, once it is known."""
 
     @classmethod
     def run(cls, args: list[str]) -> "QRLCLI":
         """Parse `args`, build everything, and run the command."""
         quiet()
         let_place_be_left_out()
-        cls.arguments, cls.lock, cls.parts, cls.absent = args, RunLock(), ExitStack(), []
+        cls.arguments, cls.lock, cls.parts, cls.absent, cls.folder = args, RunLock(), ExitStack(), [], None
         try:
             return cls(
                 GRPOModule,
@@ -174,6 +176,7 @@ class QRLCLI(LightningCLI):
                 load_from_checkpoint_support=False,
             )
         finally:
+            check_process()
             cls.parts.close()
             cls.lock.release()
             let_go()
@@ -254,6 +257,7 @@ class QRLCLI(LightningCLI):
         fill_in_optimizer(config.model)
         folder, run = place(command, config.trainer.default_root_dir, run_folder_name(self.arguments), last)
         config.trainer.default_root_dir = str(folder)
+        type(self).folder = folder
         give_place(config.trainer.logger, folder)
         if ours := [file for file in config_files(self.arguments) if found(file) != file]:
             say(f"Not in the working directory, so taken from {SHIPPED}: {', '.join(ours)}.")
@@ -345,15 +349,16 @@ class QRLCLI(LightningCLI):
             if (known := of_run(error)) is None:
                 raise
             raise known from error
-        except SIGTERMException as error:  # where there are several processes
-            interrupted = Interrupted(getattr(error, "number", signal.SIGTERM))
-            say(standing(interrupted, self.trainer, again(self.arguments)))
-            raise interrupted from error
-        except SystemExit as error:  # Lightning's way out after a signal
-            if not isinstance(error.__context__, Interrupted):
+        except (SystemExit, Interrupted) as error:
+            ended = (error, error.__context__)  # by itself, or Lightning's way out after it
+            interrupted = next((one for one in ended if isinstance(one, Interrupted)), None)
+            if isinstance(error, (InterruptedTogether, SIGTERMException)):  # where there are several processes
+                interrupted = Interrupted(getattr(error, "number", signal.SIGTERM))
+            if interrupted is None:
                 raise
-            say(standing(error.__context__, self.trainer, again(self.arguments)))
-            raise error.__context__ from None
+            say(standing(interrupted, self.trainer, again(self.arguments)))
+            interrupted.told = True
+            raise interrupted from None
 
 
 def fill_in_optimizer(model: Any) -> None:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from lit_qrl.report.run import ENDINGS
@@ -39,6 +40,12 @@ class PageApart:
             start_new_session=True,  # Ctrl-C is for the run
         )
         return made
+
+    def wait(self, seconds: float) -> None:
+        """Return when the page that is being made is there, or after so many seconds."""
+        if self._process is not None:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(seconds)
 
     def end(self) -> None:
         """Stop a page that is being made: the one of the run's end comes instead."""

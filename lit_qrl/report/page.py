@@ -11,6 +11,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from lit_qrl.errors import named
 from lit_qrl.report.run import Run, standard_error
 
 TONES = {"finished": "good", "running": "", "interrupted": "warn", "failed": "bad"}
@@ -75,8 +76,12 @@ def write(
     )
     index = folder / "index.html"
     partial = folder / ".index.html.partial"
-    partial.write_text(html, encoding="utf-8", errors="replace")
-    partial.replace(index)  # a browser that loads it meanwhile gets the whole page
+    with named(index):
+        try:
+            partial.write_text(html, encoding="utf-8", errors="replace")
+            partial.replace(index)  # a browser that loads it meanwhile gets the whole page
+        finally:
+            partial.unlink(missing_ok=True)
     return index
 
 

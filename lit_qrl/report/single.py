@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lit_qrl.errors import named
 from lit_qrl.report import page
 from lit_qrl.report.figures import (
     PHASE_COLORS,
@@ -80,7 +81,8 @@ def figure_section(figure: Figure, runs: Sequence[Source], labels: Sequence[str]
 def _picture(
     out: Path, key: str, heading: str, caption: str, description: str, light: bytes, dark: bytes
 ) -> page.Section:
-    (out / f"{key}.png").write_bytes(light)
+    with named(out / f"{key}.png"):
+        (out / f"{key}.png").write_bytes(light)
     return page.Section(key, heading, "picture.html", caption=caption, description=description, light=light, dark=dark)
 
 

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.serialization import get_crc32_options, set_crc32_options
 from torch.utils import _pytree as pytree
 
-from lit_qrl.errors import ConfigError, StoppedError, listed, out_of_memory
+from lit_qrl.errors import ConfigError, StoppedError, listed, not_written, out_of_memory
 from lit_qrl.run.folder import shown
 
 _staging: ContextVar[bool] = ContextVar("staging", default=False)
@@ -192,15 +192,11 @@ def _sync_folder(folder: Path) -> None:
 def _sentence(target: Path, error: BaseException) -> str:
     # torch's own writer turns an error of the file into one of its own
     error = error.__context__ if isinstance(error.__context__, OSError) else error
-    what = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
-    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    remedy = "Free some space" if full or "failed writing" in str(error) else "See that the folder can be written"
-    kept = (
-        f"The one before it is whole: {shown(target)}."
-        if target.exists()
-        else "No checkpoint had been written before it."
-    )
-    return f"A checkpoint could not be written: {what}. {kept} {remedy}, and go on with --ckpt_path last."
+    if not isinstance(error, OSError):
+        full = "failed writing" in str(error)
+        error = OSError(errno.ENOSPC if full else errno.EIO, f"{type(error).__name__}: {error}")
+    again = "The one before it is whole: go on with --ckpt_path last." if target.exists() else "It was the first one."
+    return f"The run was stopped. {not_written(target, error)} {again}"
 
 
 class Cadence:

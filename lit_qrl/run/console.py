@@ -6,7 +6,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, TextIO
@@ -54,7 +54,8 @@ def kept_from_the_screen(folder: Path | None) -> Iterator[None]:
         for one, level_before, propagate, handlers in kept:
             one.handlers[:], one.propagate = handlers, propagate
             one.setLevel(level_before)
-        file.close()
+        with suppress(OSError):  # of a full disk
+            file.close()
         for name, value in before.items():
             if value is None:
                 del os.environ[name]
@@ -147,6 +148,11 @@ class _File(logging.FileHandler):
     def _open(self) -> TextIOWrapper:
         Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
         return super()._open()
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """Leave the line out where the disk is full: what a run cannot do without says so."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
 
 
 class _Screen(logging.StreamHandler):

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
+from lit_qrl.errors import named
+
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
@@ -83,7 +85,7 @@ def append_jsonl(path: str | os.PathLike, records: Iterable[dict[str, Any]]) -> 
     # A line that a crash has cut would swallow the next record.
     if ends_within_a_line(path):
         lines = "\n" + lines
-    with path.open("a", encoding="utf-8", errors="surrogatepass") as file:
+    with named(path), path.open("a", encoding="utf-8", errors="surrogatepass") as file:
         file.write(lines)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from lit_qrl.errors import ConfigError, listed
+from lit_qrl.errors import ConfigError, listed, named
 from lit_qrl.run.event_log import EVENTS_FILE, METRICS_FILE, SAMPLES_FILE
 
 CONFIG_FILE = "config.yaml"
@@ -315,7 +315,8 @@ class RunLock:
         except NotImplementedError:  # a file system without locks
             return
         me = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-        (folder / HOLDER_FILE).write_text(json.dumps(me))
+        with named(folder / HOLDER_FILE):
+            (folder / HOLDER_FILE).write_text(json.dumps(me))
         self._lock = lock
 
     def release(self) -> None:

@@ -3,22 +3,30 @@
 One process ends at once, or after the updates under way. Several end at the same place, or those that go on would wait
 in a collective for ever: a handler notes the signal and tells the other processes, each of which cuts what it draws;
 then, and at the boundaries of an iteration, all ranks learn whether one of them has noted any.
+
+What a user's code makes of that does not count: a command whose code holds on to a signal is ended by `Deadline`, and a
+copy of a run's process that `os.fork` has made in such code is ended before it writes (`check_process`).
 """
 
+import _thread
+import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lit_qrl.errors import EXIT_STOPPED
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """What a person, what a cluster and what a terminal sends that is closed."""
 ECHO = 1.0
 """Seconds in which a signal to one of several processes may come twice: from a terminal, and from what started them."""
+LET_GO = 15.0
+"""Seconds in which code that a signal was raised in must have let go, as must what ends a command after that."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -30,7 +38,7 @@ class Interrupted(KeyboardInterrupt):
 
     def __init__(self, number: int) -> None:
         super().__init__(f"interrupted by {signal.Signals(number).name}")
-        self.number = number
+        self.number, self.told = number, False
 
     @property
     def status(self) -> int:
@@ -42,7 +50,7 @@ class Cut(Interrupted):
     """A signal to any of several processes has ended what this one draws; it goes on to meet the others."""
 
 
-class InterruptedTogether(SIGTERMException):
+class InterruptedTogether(SystemExit):
     """What every process of a run raises at the same place, after a signal that at least one of them got.
 
     Args:
@@ -52,6 +60,61 @@ class InterruptedTogether(SIGTERMException):
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
         self.number = number
+
+
+class Deadline:
+    """Ends the process of a command in which a signal was raised and does not arrive, as in a loop that catches all.
+
+    Only a command has one: the interpreter of a program that calls the Trainer is not ours to end. It takes a thread
+    that gets its turn: a call that holds the interpreter itself is for SIGKILL.
+    """
+
+    def __init__(self) -> None:
+        self.enabled, self.last_words = False, list[Callable[[int], None]]()
+        self._under_way: object = None
+
+    def begin(self, number: int) -> None:
+        """Give what runs `LET_GO` seconds after a signal, unless they run already; a handler may call this."""
+        if self.enabled and self._under_way is None:
+            self._under_way = object()
+            _thread.start_new_thread(self._end, (number, self._under_way))  # takes no lock of the code that it meets
+
+    def arrived(self) -> None:
+        """Take as long as it takes: the signal is in hands that end the run."""
+        self._under_way = None
+
+    def _end(self, number: int, meant: object) -> None:
+        time.sleep(LET_GO)
+        if self._under_way is not meant:
+            return
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        at = "" if frame is None else f" at {frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
+        text = f"{signal.Signals(number).name} was not let through for {LET_GO:g} s{at}, so the process is ended."
+        os.write(2, f"\nlit-qrl: {text}\n\n".encode())
+        try:
+            for words in self.last_words:
+                words(number)
+        finally:
+            os._exit(128 + number)
+
+
+deadline = Deadline()
+_process: int | None = None
+
+
+def claim_process(process: int | None) -> int | None:
+    """Note which process is the run's, None for none; return what was noted before."""
+    global _process
+    before, _process = _process, process
+    return before
+
+
+def check_process() -> None:
+    """End a copy of the run's process, with which code of a user came back from `os.fork`, before it does anything."""
+    if _process is not None and _process != os.getpid():
+        text = f"os.fork was called in the run's process ({_process}), and its copy came back into the run: it is ended"
+        print(f"\nlit-qrl: {text}. Let a child end by os._exit.\n", file=sys.stderr, flush=True)
+        os._exit(EXIT_STOPPED)
 
 
 class Interruption:
@@ -68,6 +131,7 @@ class Interruption:
         self._first: float | None = None
         self._tell: Callable[[int], None] | None = None
         self._before: dict[int, Any] = {}
+        self._claimed: int | None = None
         self._lock = threading.Lock()
 
     def install(self, together: bool = False, tell: Callable[[int], None] | None = None) -> None:
@@ -82,14 +146,19 @@ class Interruption:
         self.pending, self.deferred, self.together, self._tell = None, False, together, tell  # of a run before
         self._cuts = self._passed_on = False
         self._first = None
+        self._claimed = claim_process(os.getpid())
         kept = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else []  # under nohup
         self._before = {number: signal.signal(number, self._handle) for number in SIGNALS if number not in kept}
 
     def remove(self) -> None:
-        """Give the signals back."""
+        """Give the signals back; what was raised has arrived."""
+        deadline.arrived()
         with self._lock:
+            if self._before:
+                claim_process(self._claimed)
             for number, handler in self._before.items():
-                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+                if signal.getsignal(number) in (self._handle, signal.SIG_IGN):  # the Trainer may have given it back
+                    signal.signal(number, handler if handler is not None else signal.SIG_DFL)
             self._before = {}
 
     def defer(self) -> None:
@@ -104,7 +173,7 @@ class Interruption:
         """
         self.deferred = False
         if self.pending is not None and not self.together:
-            raise Interrupted(self.pending)
+            self._raise(self.pending)
 
     @contextmanager
     def cut(self) -> Iterator[None]:
@@ -129,6 +198,9 @@ class Interruption:
                 signal.pthread_kill(threading.main_thread().ident or 0, number)  # it may sleep
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if _process != os.getpid():  # of a copy that is at work for somebody, as processes of its kind are
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
         own, self._passed_on, now = not self._passed_on, False, time.monotonic()
         first = own and self._first is None
         if first:
@@ -145,6 +217,10 @@ class Interruption:
         if self.deferred and not again:
             print("\nInterrupted: the iteration's updates end first; once more ends the run at once.", flush=True)
             return
+        self._raise(number)
+
+    def _raise(self, number: int) -> NoReturn:
+        deadline.begin(number)
         raise Interrupted(number)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+from lit_qrl.errors import named
 from lit_qrl.run.event_log import METRICS_FILE
 from lit_qrl.run.folder import set_aside
 
@@ -81,7 +82,7 @@ class RunCSVLogger(Logger):
             self._columns = columns = sorted({*columns, *new}, key=_column_order)
             self._replace(columns, [*rows, row])
             return
-        with self.path.open("a", encoding="utf-8", newline="") as file:
+        with named(self.path), self.path.open("a", encoding="utf-8", newline="") as file:
             file.write(_as_csv(columns, [row]))
 
     @rank_zero_only
@@ -153,8 +154,12 @@ def _is_before(row: Mapping[str, Any], epoch: int, step: int) -> bool:
 
 def _write_atomically(path: Path, data: bytes) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    with named(path):
+        try:
+            with temporary.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
