@@ -196,7 +196,7 @@ def _sentence(target: Path, error: BaseException) -> str:
         full = "failed writing" in str(error)
         error = OSError(errno.ENOSPC if full else errno.EIO, f"{type(error).__name__}: {error}")
     again = "The one before it is whole: go on with --ckpt_path last." if target.exists() else "It was the first one."
-    return f"The run was stopped. {not_written(target, error)} {again}"
+    return f"The run was stopped. {not_written(shown(target), error)} {again}"
 
 
 class Cadence:
