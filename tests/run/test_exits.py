@@ -168,7 +168,8 @@ def test_a_copy_that_comes_back_from_a_fork_is_ended_and_writes_nothing(ended, n
     end, run = ended["forks", name]
     assert (end.returncode, told(end).count("its copy came back into the run: it is ended")) == (0, 1)
     assert len((run / "metrics.csv").read_text().splitlines()) == 3
-    assert [one["kind"] for one in read_jsonl(run / "events.jsonl")] == ["start", "finish"]
+    kinds = [one["kind"] for one in read_jsonl(run / "events.jsonl")]
+    assert (kinds.count("start"), kinds.count("finish")) == (1, 1)
 
 
 @pytest.mark.parametrize("name", FULL)
