@@ -478,7 +478,10 @@ def late(ended: Ended) -> str:
 @row("SIGTERM to a reward that loops and catches everything", "143 within 30 s, a report")
 def _(place: Place) -> str:
     ended = place.fit(reward="attacks.holds_on", send=signal.SIGTERM, when="in-it")
-    report = "" if (place.folder / "run" / "report" / "index.html").is_file() else "no report"
+    page, patience = place.folder / "run" / "report" / "index.html", time.monotonic() + 60
+    while not page.is_file() and time.monotonic() < patience:  # a process of its own makes it
+        time.sleep(0.5)
+    report = "" if page.is_file() else "no report"
     return ended.wrong(143, "was not let through") or late(ended) or report
 
 
