@@ -170,8 +170,8 @@ class RolloutEngine(Described, ABC):
     """True when it draws completions of masked-diffusion models, and of no others."""
     single_format: bool = False
     """True when the engine holds the format it was started with and no other, so that evaluations use it too."""
-    max_lora_rank: int | None = None
-    """Of the adapters that it is built with room for; None where they need none."""
+    max_lora_rank: int = -1
+    """Of the adapters that it is built with room for; 0 is no room yet, and -1 where they need none."""
     batch_invariant: bool = False
     """True when a token's log-prob does not depend on what it is computed with; the learner then computes likewise."""
     kernels: str = "torch"
