@@ -44,7 +44,7 @@ class FormatSupport:
         vllm_copied_on: devices where that is so; on a CPU kernels keep packed copies out of sight.
         vllm_lends: devices on which a learner can compute with the weights in vLLM's memory.
         vllm_varies: vLLM's kernel for it on CUDA where that adds in another order in another batch; None where not.
-        folders: whether a library reads folders in it, so that `quantize` and `export` write them.
+        folders: whether `quantize` and `export` write folders in it: those that some library reads, or a format's own.
         folder_experts: libraries that read the experts of a mixture in it from a folder, beside `NVFP4LoRA` where it is
             weight-only.
         folder_dtype: dtype of everything else in a folder, where libraries multiply the codes out in no other.

@@ -318,15 +318,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def warm_up(device: torch.device) -> None:
-    """Compile the kernels on an accelerator, so that the first publish does not wait for them."""
-    sums = Checksums()
-    for dtype in (torch.bfloat16, torch.int32):
-        for count in (32, 1 << 16):  # a narrow matrix and a wide one
-            sums.add(f"{dtype} {count}", torch.zeros(count, dtype=dtype, device=device))
-    sums.finish()
-
-
 def _not_finite(rows: Tensor) -> Tensor:
     """Return for each row whether a number in it is NaN or infinity."""
     if rows.element_size() > 1:

@@ -150,7 +150,11 @@ def _catalogue(runs: Sequence[Source]) -> list[Figure]:
     ended = every("environment/ended")
     ended = tuple(line for line in ended if any(any(run.series(line.metric).values) for run in runs))
     weights = ("correction/weight_mean", "correction/weight_max")
-    shares = tuple(line for line in every("correction/") if line.metric.endswith(("_tokens", "_sequences")))
+    shares = tuple(
+        line
+        for line in every("correction/")
+        if line.metric.endswith(("_tokens", "_sequences")) and "extreme" not in line.metric
+    )
     known = {*weights, *(line.metric for line in shares), *(f"correction/{name}" for name in (*signals, *RAW_SIGNALS))}
     others = tuple(line for line in every("correction/") if line.metric not in known)
     stale = Line("mismatch/staleness_kl", "of it staleness", dashed=True)

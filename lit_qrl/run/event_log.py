@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 
 EVENTS_FILE, SAMPLES_FILE, METRICS_FILE = "events.jsonl", "samples.jsonl", "metrics.csv"
-FLIGHT_FILE = "flight.jsonl"
 """Names of the files in a run folder."""
 
 

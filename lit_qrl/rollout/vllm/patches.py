@@ -183,9 +183,9 @@ def apply(patch: Patch, version: Sequence[int]) -> None:
     if misfit is not None:
         raise ConfigError(
             f"The patch {patch.name} does not fit the installed vLLM: {misfit}. Without it {patch.wrong}.",
-            expected=installation.accepted(),
+            expected=f"a version that was run: {installation.versions_run()}",
             given=f"vLLM {'.'.join(map(str, version))}",
-            remedy="Install one of those versions, or use TransformersEngine.",
+            remedy="Install one of those, take TransformersEngine, or mend it in lit_qrl/rollout/vllm/patches.py.",
         )
     patch.make()
 
