@@ -7,6 +7,7 @@ import torch
 import yaml
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.trainer.states import TrainerFn
 from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -164,6 +165,10 @@ def test_an_optimizer_is_recorded_as_it_was_made(optimizer, given):
 
 def test_an_interrupted_run_says_where_it_stands(tmp_path):
     trainer = Trainer(accelerator="cpu", default_root_dir=tmp_path, max_epochs=9, logger=False)
+    assert standing(Interrupted(15), trainer, "…") == "\nInterrupted by SIGTERM."  # no training
+    trainer.state.fn = TrainerFn.FITTING
+    assert "by SIGTERM before the first iteration. No checkpoint" in standing(Interrupted(15), trainer, "…")
+    trainer.fit_loop.epoch_progress.increment_ready()
     assert "Interrupted by SIGTERM in iteration 1 of 9. No checkpoint" in standing(Interrupted(15), trainer, "…")
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "last.ckpt").touch()
