@@ -212,7 +212,7 @@ def _combined(
         n = count.clamp(min=1)
         variance = (second / n - (first / n).square()).clamp(min=0) * n / (n - 1).clamp(min=1)
         figures["weight_mean"] = total / n
-        figures["weight_cv"] = variance.sqrt() / (total / n)
+        figures["weight_cv"] = torch.where(total > 0, variance.sqrt() / (total / n), 0.0)
         figures["weight_max"] = all_reduce(inside.amax(), op="max")
         figures["reweighted_tokens"] = reweighted / n
     if keep is not None:

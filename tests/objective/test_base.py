@@ -155,7 +155,7 @@ def test_a_kl_without_a_reference_says_what_to_do():
         (lambda: GRPO(old_logprobs="recompute"), "old_logprobs"),
         (lambda: GRPO(kl_estimator="k4"), "kl_estimator"),
         (lambda: GRPO(kl_in="advantage"), "kl_in"),
-        (lambda: GRPO(kl_in="reward", kl_estimator="k3+"), "k3\\+ corrects a gradient"),
+        (lambda: GRPO(kl_in="reward", kl_estimator="k3+"), "k3\\+ is made for the KL's gradient"),
         (lambda: GRPO(kl_input_clamp=0.0), "objective.kl_input_clamp"),
         (lambda: GRPO(kl_output_clamp=-10.0), "objective.kl_output_clamp"),
         (lambda: GRPO(kl_coefficient=-0.1), "kl_coefficient"),

@@ -174,11 +174,18 @@ def reads_of(tree):
                 yield node.lineno
 
 
+ALLOWED = {
+    "run/checkpoint_files.py": "`_MetadataUnpickler`",
+    "rewards/workers.py": "a process of this one's reads what it was sent by it",
+    "data/environment.py": "such a process reads a state that it has written",
+}
+
+
 def test_nothing_else_in_the_library_unpickles():
-    found = {file.name: list(reads_of(ast.parse(file.read_text()))) for file in Path(lit_qrl.__path__[0]).rglob("*.py")}
-    unpickling = {name: lines for name, lines in found.items() if lines}
-    assert len(unpickling.pop("checkpoint_files.py")) == 1  # `_MetadataUnpickler`
-    assert not unpickling
+    root = Path(lit_qrl.__path__[0])
+    files = {file.relative_to(root).as_posix(): ast.parse(file.read_text()) for file in root.rglob("*.py")}
+    found = {name: len(list(reads_of(tree))) for name, tree in files.items()}
+    assert {name: count for name, count in found.items() if count} == dict.fromkeys(ALLOWED, 1)
 
 
 def damage(path, how):
