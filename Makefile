@@ -10,7 +10,7 @@ HASHED := constraints-hashed.txt
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS)
 
-.PHONY: help evidence install quickstart test test-environments test-newest test-oldest test-slow test-vllm docs lint format clean
+.PHONY: help evidence hashes install quickstart test test-environments test-newest test-oldest test-slow test-vllm docs lint format clean
 
 help:  ## show this help
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-17s %s\n", $$1, $$2}'
@@ -58,6 +58,8 @@ $(VENV)/.vllm: $(VENV)/.test packages/vllm_fast/pyproject.toml
 	@$(PIP) --requirement $(VENV)/vllm-requirements.txt
 	@$(PIP) --no-deps --editable packages/vllm_fast
 	@touch $@
+
+hashes: $(HASHED)  ## write which files the default libraries are here, with their sums
 
 install: $(VENV)/.base  ## make the environment (HASHES=1: of the files in constraints-hashed.txt alone)
 

@@ -256,7 +256,11 @@ def test_a_child_that_returns_ends_and_its_parent_answers(pool, capfd):
     workers = pool(fork, timeout=30.0)
     first, second = workers.map([(None,), (0,)])
     assert first == second  # one process has answered both
-    assert "the child returned: it ends here" in capfd.readouterr().err
+    said, patience = "", time.monotonic() + 30
+    while "the child returned: it ends here" not in said and time.monotonic() < patience:
+        said += capfd.readouterr().err
+        time.sleep(0.05)
+    assert "the child returned: it ends here" in said
 
 
 def test_numbers_of_libraries_come_back_as_numbers(pool):
