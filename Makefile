@@ -63,7 +63,7 @@ hashes: $(HASHED)  ## write which files the default libraries are here, with the
 
 install: $(VENV)/.base  ## make the environment (HASHES=1: of the files in constraints-hashed.txt alone)
 
-quickstart: $(VENV)/.base  ## train the tiny policy with an FP8 sampler and AIS (one to two minutes on 2 cores)
+quickstart: $(VENV)/.base  ## train the tiny policy with an FP8 sampler and AIS (about two minutes on 2 cores)
 	@$(BIN)/lit-qrl quickstart $(ARGS)
 
 test: $(VENV)/.test  ## run the CPU tests in two processes (ARGS="-n 0 -k name" for one test by name in one)
