@@ -370,8 +370,8 @@ def kernels(args: argparse.Namespace) -> None:
         halves = torch.cat([one[0][:, : d // 2] for one in mine], dim=-1)
         told(f"frequencies {d}, on the device", lambda a=angles, b=on_device: apart(a, b))
         told(f"frequencies {d}, on the CPU", lambda a=angles, b=on_cpu: apart(a, b))
-        told(f"cosines {d}, on the device", lambda a=halves, b=theirs(on_device): apart(a, b))
-        told(f"cosines {d}, on the CPU", lambda a=halves, b=theirs(on_cpu): apart(a, b))
+        told(f"cosines {d}, on the device", lambda a=halves, b=on_device, f=theirs: apart(a, f(b)))
+        told(f"cosines {d}, on the CPU", lambda a=halves, b=on_cpu, f=theirs: apart(a, f(b)))
 
         def turned(a: Any, cache: Any = halves, at: Any = at, d: int = d) -> Any:
             out, key = a.flatten(1).clone(), a.flatten(1).clone()
