@@ -15,7 +15,7 @@ CALLS: dict[str, dict] = {}
 
 
 def attend(q, k, v, **options):
-    """Causal attention over sequences that lie one behind the other, as flash-attn's function for such, and its sums."""
+    """Causal attention over sequences one behind the other, as flash-attn's function for such, and its sums."""
     CALLS["attention"] = options
     sums = []
     k, v = (one.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for one in (k, v))
