@@ -110,8 +110,8 @@ class VLLMEngine(RolloutEngine):
         seed: of the engine's own generators.
         batch_invariant: vLLM's batch-invariant mode, and a learner whose forward pass calls the same kernels: their
             log-probs are equal to the last bit. For dense decoders on one GPU of compute capability 9.0.
-        same_kernels: compute norms and attention as the learner does, so that a format which quantizes activations is
-            as near to an aligned learner as bf16 is to bf16. No compilation; for a GPU of compute capability 9.0.
+        same_kernels: compute norms and attention as the learner does, so that an aligned format which quantizes
+            activations rounds the same numbers on both sides. No compilation; for a GPU of compute capability 9.0.
         tensor_parallel_size: processes of the learner, neighbours on one host, that are one engine: each holds a part
             of every matrix, and all draw what any of them asks for.
         engine_args: further arguments of `vllm.LLM`.
