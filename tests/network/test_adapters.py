@@ -7,6 +7,7 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.network.adapters import (
     base_weights,
     check_fits,
+    lost_in_merge,
     merged_tensors,
     merged_weights,
     starts_from_base,
@@ -190,3 +191,27 @@ def test_rows_of_an_embedding_that_are_trained_are_merged_under_the_models_own_n
     changed = (merged[name] != before[name]).any(dim=1).nonzero()[:, 0].tolist()
     assert changed == [3, 5]
     assert torch.equal(network.get_input_embeddings().token_adapter.base_layer.weight, before[name])
+
+
+def test_what_a_merge_loses_is_what_rounding_takes_from_the_update():
+    torch.manual_seed(0)
+    network = get_peft_model(build_network().to(torch.bfloat16), lora()).base_model.model
+    module = network.get_submodule(UP)
+    base, update = module.base_layer.weight.detach().double(), module.get_delta_weight("default").detach().double()
+    alone = torch.nn.ModuleDict({"layer": module})
+    wanted = ((base + update).bfloat16().double() - base - update).norm() / update.norm()
+    assert float(lost_in_merge(alone)) == pytest.approx(float(wanted), rel=1e-3)
+    assert 0 < wanted < 1
+    module.lora_B["default"].weight.data.mul_(1e-3)
+    assert float(lost_in_merge(alone)) > float(wanted)  # of a small update more is lost
+    format = formats.get("int8_channel")
+
+    def rounded(weight):
+        return format.dequantize(format.quantize(weight))
+
+    assert float(lost_in_merge(alone, rounded)) > float(lost_in_merge(alone))
+    assert float(lost_in_merge(alone, lambda weight: weight)) == pytest.approx(0, abs=1e-2)
+    module.lora_B["default"].weight.data.zero_()
+    assert float(lost_in_merge(alone)) == 0
+    assert float(lost_in_merge(network)) > 0  # of the other layers
+    assert float(lost_in_merge(build_network())) == 0
