@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from peft import LoftQConfig, LoraConfig, get_peft_model
-from peft.tuners.lora.layer import Linear, ParamWrapper
+from peft.tuners.lora.layer import Linear
 from peft.utils import transformers_weight_conversion
 from torch import Tensor, nn
 
@@ -63,10 +63,10 @@ def with_adapter(network: Any, config: Any, source: object) -> Any:
             remedy="Correct model.policy.lora; target_modules: all-linear takes all of them.",
         ) from error
     parts = ((name, part) for name, part in adapted.named_modules() if is_adapted(part))
-    others = sorted((n for n, part in parts if isinstance(part, ParamWrapper) or base_of(part) in routers), key=len)
+    others = sorted((name for name, part in parts if base_of(part) in routers), key=len)
     if others:
         raise ConfigError(
-            f"model.policy.lora adapts weights of experts or routers of {source}, which no engine can be sent yet.",
+            f"model.policy.lora adapts a router of {source}, which no engine can be sent yet.",
             expected=f"target_modules among its linear layers: {', '.join(linears)}",
             given=checkpoint_name(others[0].removeprefix("base_model.model.")),
             remedy="Name them in model.policy.lora.target_modules in place of all-linear.",
@@ -125,6 +125,7 @@ def check_separable(config: Any) -> None:
             "modules_to_save": getattr(config, "modules_to_save", None),
             "trainable_token_indices": getattr(config, "trainable_token_indices", None),
             "bias": getattr(config, "bias", "none") != "none",
+            "target_parameters": getattr(config, "target_parameters", None),
         }.items()
         if found
     ]
@@ -235,11 +236,16 @@ def merged_tensors(layer: Any, dtype: torch.dtype | None = None) -> dict[str, Te
         for adapter in adapters:
             own["weight"] = own["weight"] + layer.get_delta_weight(adapter).to(own["weight"].dtype)
         return own
-    layer.merge(safe_merge=True)
+    layers = [layer]
+    while layers[-1].base_layer is not base:  # of experts each matrix has a layer of PEFT's, one around the other
+        layers.append(layers[-1].base_layer)
+    for one in layers:
+        one.merge(safe_merge=True)
     merged = {name: parameter.data for name, parameter in parameters.items()}
     for name, parameter in parameters.items():
         parameter.data = own[name]
-    layer.merged_adapters.clear()
+    for one in layers:
+        one.merged_adapters.clear()
     return merged
 
 

@@ -296,7 +296,7 @@ def _linear(name: str, group: Mapping[str, nn.Module], format: NumberFormat, dty
 
 def _experts(stack: ExpertStack, format: NumberFormat, dtype: torch.dtype | None) -> Any:
     def multiply(module: Any, expert: int, matrix: str, rows: Tensor) -> list[Tensor]:
-        one = module.get_parameter(matrix).detach()[expert].to(dtype)
+        one = getattr(module, matrix).detach()[expert].to(dtype)  # of an adapter the sum, while its layer computes
         parts = dict(zip(stack.parts[matrix], stack.parts_of(matrix, one), strict=True))
         shared = shared_amax(parts) if format.shares_amax and len(parts) > 1 else None
         made = [format.quantize(part.contiguous(), shared) for part in parts.values()]
