@@ -12,6 +12,7 @@ import torch
 import yaml
 
 from lit_qrl import __version__, callbacks, objective
+from lit_qrl.functional.diagnostics import QUADRANTS
 from lit_qrl.functional.mismatch import mismatch_metrics
 from lit_qrl.functional.objective import clipped_surrogate
 from lit_qrl.loop.correction import combine
@@ -53,8 +54,8 @@ def documented(section):
 
 def test_every_mismatch_metric_is_documented_and_no_other():
     given = context()
-    by_turn = {f"{name}_turn_<i>" for name in ("abs_log_ratio", "kl_k3")}
-    assert documented("mismatch") == {*mismatch_metrics(given.learner_old, given.sampler, given.mask), *by_turn}
+    others = {f"{name}_turn_<i>" for name in ("abs_log_ratio", "kl_k3")} | {f"share_{name}" for name in QUADRANTS}
+    assert documented("mismatch") == {*mismatch_metrics(given.learner_old, given.sampler, given.mask), *others}
 
 
 def test_every_correction_metric_is_documented_and_no_other():

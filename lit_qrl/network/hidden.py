@@ -31,16 +31,18 @@ class ScoredHidden(NamedTuple):
     gates: Tensor | None = None
 
 
-def scored_hidden(network: Any, batch: RolloutBatch, routes: bool = False) -> ScoredHidden:
+def scored_hidden(network: Any, batch: RolloutBatch, routes: bool = False, attention: Any = None) -> ScoredHidden:
     """Return the hidden states that predict the completions; where the batch holds routes, its tokens take those.
 
     Args:
         network: a causal language model.
         batch: the sequences.
         routes: also return the routers' own choices.
+        attention: of a layout, as `FlatBatch` has it; None is torch's.
     """
     if is_padding_free(network):
         flat = flatten(batch).to(batch.tokens.device) if batch.layout is None else batch.layout
+        flat.attention = attention
         given = None if batch.routed_experts is None else flat.laid_out(batch.routed_experts)
         with _routing(network, given, routes, batch) as routing:
             hidden = flat_hidden(network, flat)

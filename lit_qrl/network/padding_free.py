@@ -4,6 +4,7 @@ Every layer but attention works on tokens alone, so it gets the real tokens only
 once, then the completions. Attention puts the sequences together again, in buckets of similar length.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,6 +44,7 @@ class FlatBatch:
         predictors: " m", where in the flat row each scored token is predicted.
         scored: positions "m" of the scored tokens in the mask: rows, steps.
         place: "b s", where in the flat row each token of the batch is; −1 for padding and last tokens.
+        attention: causal attention of "b n heads dim" with a factor of the scores; None is torch's.
     """
 
     tokens: Tensor
@@ -54,6 +56,7 @@ class FlatBatch:
     predictors: Tensor
     scored: tuple[Tensor, Tensor]
     place: Tensor
+    attention: Callable[[Tensor, Tensor, Tensor, float | None], Tensor] | None = None
 
     def to(self, device: torch.device) -> "FlatBatch":
         """Return the layout on a device."""
@@ -319,6 +322,10 @@ def attend_laid_out(rows: tuple[Tensor, Tensor, Tensor], flat_batch: FlatBatch, 
     parts = zip(*(x.split(sizes) if len(sizes) > 1 else (x,) for x in rows), strict=True)
     outputs = []
     for bucket, part in zip(flat_batch.buckets, parts, strict=True):
+        if flat_batch.attention is not None:
+            q, k, v = (x.unflatten(0, bucket.shape) for x in part)
+            outputs.append(flat_batch.attention(q, k, v, scaling).flatten(0, 1))
+            continue
         q, k, v = (x.unflatten(0, bucket.shape).transpose(1, 2) for x in part)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
         outputs.append(out.transpose(1, 2).flatten(0, 1))

@@ -35,7 +35,7 @@ class SamplerKernels(Protocol):
         ...
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Return causal attention "b n heads d" over whole sequences; keys may have fewer heads."""
+        """Return causal attention "b n heads d" over whole sequences, with gradients; keys may have fewer heads."""
         ...
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -140,14 +140,9 @@ def functions_of(sampler: SamplerKernels) -> Mapping[Any, Callable[..., Tensor]]
             raise unknown("attention that is masked or has dropout")
         factor = query.shape[-1] ** -0.5 if scale is None else scale
 
-        def kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return sampler.attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), factor).transpose(1, 2)
-
-        def usual(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            grouped = q.shape[1] != k.shape[1]
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=factor, enable_gqa=grouped)
-
-        return exact(kernel, usual, query, key, value)
+        with torch._C.DisableTorchFunction():
+            q, k, v = (one.transpose(1, 2) for one in (query, key, value))
+            return sampler.attention(q, k, v, factor).transpose(1, 2)
 
     return {F.linear: linear, F.scaled_dot_product_attention: attention}
 

@@ -22,6 +22,7 @@ from lit_qrl.network.linears import quantizable_linears
 from lit_qrl.network.sampler_kernels import adopt
 from lit_qrl.network.structure import check_tokens
 from lit_qrl.precision.vllm_kernels.borrowed import TILE_IN, TILE_OUT, MarlinNVFP4
+from lit_qrl.precision.vllm_kernels.exact import flash_attention
 from lit_qrl.receipts.clock import gc_pause
 from lit_qrl.receipts.ledger import PublishError, PublishReport, ReceivedLedger
 from lit_qrl.rollout.engine import (
@@ -34,7 +35,7 @@ from lit_qrl.rollout.engine import (
     SamplerSpec,
     Turn,
 )
-from lit_qrl.rollout.vllm import cache_scales, folder, invariant, parallel, requests
+from lit_qrl.rollout.vllm import cache_scales, folder, invariant, parallel, requests, same_kernels
 from lit_qrl.rollout.vllm.adapter import check_adapter
 from lit_qrl.rollout.vllm.arguments import first_runner, llm_arguments, proposals
 from lit_qrl.rollout.vllm.checks import (
@@ -109,6 +110,8 @@ class VLLMEngine(RolloutEngine):
         seed: of the engine's own generators.
         batch_invariant: vLLM's batch-invariant mode, and a learner whose forward pass calls the same kernels: their
             log-probs are equal to the last bit. For dense decoders on one GPU of compute capability 9.0.
+        same_kernels: compute norms and attention as the learner does, so that an aligned format which quantizes
+            activations rounds the same numbers on both sides. No compilation; for a GPU of compute capability 9.0.
         tensor_parallel_size: processes of the learner, neighbours on one host, that are one engine: each holds a part
             of every matrix, and all draw what any of them asks for.
         engine_args: further arguments of `vllm.LLM`.
@@ -136,6 +139,7 @@ class VLLMEngine(RolloutEngine):
         start_timeout: float = 1800.0,
         seed: int = 0,
         batch_invariant: bool = False,
+        same_kernels: bool = False,
         tensor_parallel_size: int = 1,
         engine_args: dict[str, Any] | None = None,
         speculative: int = 0,
@@ -148,7 +152,8 @@ class VLLMEngine(RolloutEngine):
         self.step_timeout, self.start_timeout = step_timeout, start_timeout
         self.gpu_memory_utilization, self.kv_cache_gib = gpu_memory_utilization, kv_cache_gib
         self.batch_invariant = invariant.asked_for(batch_invariant)
-        self.quick_start: bool | Literal["auto"] = bool(batch_invariant) or quick_start
+        self.same_kernels = same_kernels
+        self.quick_start: bool | Literal["auto"] = batch_invariant or same_kernels or quick_start
         self.tensor_parallel_size, self.draws_together = tensor_parallel_size, tensor_parallel_size > 1
         self.processes: Any = None  # of this engine, joined; None where it is one
         self._arguments: dict[str, Any] = {
@@ -195,6 +200,8 @@ class VLLMEngine(RolloutEngine):
         check_speculative(self._arguments, spec)
         if self.batch_invariant:
             invariant.check(spec.format, self._arguments, self.max_lora_rank)
+        if self.same_kernels:
+            same_kernels.check(self._arguments)
 
     def check_model(self, network: torch.nn.Module) -> None:
         """Raise `ConfigError` for a model that the installed vLLM lacks or this host cannot run."""
@@ -248,6 +255,8 @@ class VLLMEngine(RolloutEngine):
         self.live = live
         if self.batch_invariant:
             adopt(self.policy.network, invariant.kernels(live.model, self.plain_dtype))
+        elif self.same_kernels:
+            self.policy.attention = flash_attention
         if cache_scales.quantized(self.cache_dtype):
             cache_scales.check_scales(live.model)
         if self.routed is not None and not torch.cuda.is_available():
@@ -264,7 +273,9 @@ class VLLMEngine(RolloutEngine):
         self._folder = folder.model_folder(policy.network, format, *layers, dtype, longest)
         arguments = self.arguments(self._folder, dtype, longest)
         size = self.tensor_parallel_size
-        with kept_process_state(), own_world(size) as processes, invariant.learner_left_alone(self.batch_invariant):
+        alike = same_kernels.built(self.same_kernels or self.batch_invariant)
+        left_alone = invariant.learner_left_alone(self.batch_invariant)
+        with kept_process_state(), own_world(size) as processes, left_alone, alike:
             if size > 1:
                 self.processes = processes
                 arguments |= {"tensor_parallel_size": size, "distributed_executor_backend": "external_launcher"}

@@ -198,18 +198,24 @@ def test_on_a_gpu_log_probs_are_those_over_the_kept_tokens(truncation, margin):
     margin(f"kept through vLLM on a GPU ({truncation}), |log-ratio| at most", f"{furthest:.1e}")
 
 
-def test_a_norm_with_a_residual_is_the_norm_of_the_sum_and_returns_it():
-    def original(input, weight, eps, residual=None):
-        assert residual is None
-        return input / (input.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+def test_attention_is_in_one_piece_for_an_engine_that_computes_as_the_learner_does(monkeypatch):
+    plan = SimpleNamespace(max_num_splits=4, scheduler_metadata=2)
+    build = patches.in_one_piece(lambda: plan)
+    assert build().max_num_splits == 4
+    monkeypatch.setattr(patches.same_kernels, "_active", True)
+    assert (build().max_num_splits, plan.scheduler_metadata) == (1, None)
 
-    norm = patches.norm_of_the_sum(original)
-    x, y, weight = torch.tensor([[1.0, 2.0]]), torch.tensor([[2.0, 2.0]]), torch.tensor([1.0, 2.0])
-    out, total = norm(x, weight, 0.0, residual=y)
-    torch.testing.assert_close(out, torch.tensor([[3.0, 8.0]]) / 12.5**0.5)
-    assert total.tolist() == [[3.0, 4.0]]
-    assert x.tolist() == [[1.0, 2.0]]
-    torch.testing.assert_close(norm(x, weight, 0.0), torch.tensor([[1.0, 4.0]]) / 2.5**0.5)
+
+def test_rotary_frequencies_are_computed_on_the_cpu():
+    seen = []
+
+    def frequencies(base):
+        seen.append(torch.zeros(1).device.type)
+        return 1 / base ** torch.arange(0, 1, 0.5)
+
+    with torch.device("meta"):
+        found = patches.on_the_cpu(frequencies)(4.0)
+    assert (seen, found.device.type) == (["cpu"], "meta")
 
 
 @pytest.mark.parametrize(
