@@ -19,7 +19,7 @@ long_fp8_cache                      with `kv_cache_dtype: fp8`
 profile   kernels of the steps of `graphs`, and the share of the time in which the GPU runs any
 
 `|d|` is the mean |log-ratio| of a few completions to the model's own forward pass; random weights amplify last bits
-(docs/rollout.md), so lines are compared with each other. `--tiny` tries every line but vLLM's on a CPU.
+(docs/studies/rollout.md), so lines are compared with each other. `--tiny` tries every line but vLLM's on a CPU.
 """
 
 import argparse
