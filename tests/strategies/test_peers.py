@@ -8,7 +8,7 @@ import pytest
 from lit_qrl.callbacks import TruncatedIS
 from lit_qrl.errors import ConfigError, StoppedError
 from lit_qrl.strategies import peers
-from lit_qrl.strategies.peers import Meeting, Peers, PeerWatch, check_same, gather_objects, settings, several_processes
+from lit_qrl.strategies.peers import Meeting, Peers, PeerWatch, check_same, settings
 from tests.tiny_run import build
 from tests.two_processes import free_ports
 
@@ -88,11 +88,6 @@ def test_under_torchrun_no_process_holds_the_store(monkeypatch):
     for thread in threads:
         thread.join(60)
     assert found == {0: [0, 1], 1: [0, 1]}
-
-
-def test_a_process_by_itself_gathers_its_own():
-    assert not several_processes()
-    assert gather_objects({"a": 1}) == [{"a": 1}]
 
 
 def test_settings_that_differ_are_named_with_their_ranks():
