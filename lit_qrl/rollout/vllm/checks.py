@@ -173,7 +173,7 @@ def check_unverified(arguments: Mapping[str, Any]) -> None:
         if arguments.get(name) not in (None, "auto"):
             raise ConfigError(
                 f"What VLLMEngine draws under {name} was never verified.",
-                expected=f"{name} left out of data.engine.engine_args",
+                expected="data.engine without it, also in engine_args",
                 given=str(arguments[name]),
                 remedy="Leave it out; TransformersEngine has the numbers of an FP8 cache (kv_cache_dtype: fp8).",
             )

@@ -53,7 +53,7 @@ from lit_qrl.rollout.vllm.checks import (
 from lit_qrl.rollout.vllm.errors import Sender, blamed, deadly
 from lit_qrl.rollout.vllm.installation import check_installation, check_routes
 from lit_qrl.rollout.vllm.live_model import LiveModel
-from lit_qrl.rollout.vllm.locations import undescribed, weight_bytes
+from lit_qrl.rollout.vllm.locations import undescribed
 from lit_qrl.rollout.vllm.models import check_model, refused_model
 from lit_qrl.rollout.vllm.parallel import joined, shown
 from lit_qrl.rollout.vllm.patches import apply_all
@@ -109,6 +109,8 @@ class VLLMEngine(RolloutEngine):
         tensor_parallel_size: processes of the learner, neighbours on one host, that are one engine: each holds a part
             of every matrix, and all draw what any of them asks for.
         engine_args: further arguments of `vllm.LLM`.
+        kv_cache_dtype: `auto`, the model's: configurations of earlier versions say it.
+        speculative: 0, no proposed tokens: likewise.
     """
 
     single_format = True
@@ -134,6 +136,8 @@ class VLLMEngine(RolloutEngine):
         batch_invariant: bool = False,
         tensor_parallel_size: int = 1,
         engine_args: dict[str, Any] | None = None,
+        kv_cache_dtype: Literal["auto"] = "auto",
+        speculative: Literal[0] = 0,
     ) -> None:
         check_arguments(gpu_memory_utilization, max_num_seqs, max_lora_rank)
         if tensor_parallel_size > 1:
@@ -155,6 +159,8 @@ class VLLMEngine(RolloutEngine):
             "enforce_eager": enforce_eager or not torch.cuda.is_available(),
             "enable_prefix_caching": True,
             "seed": seed,
+            "kv_cache_dtype": kv_cache_dtype,
+            "speculative_config": speculative or None,
             **(engine_args or {}),
         }
         self.spec = SamplerSpec()
@@ -527,10 +533,6 @@ class VLLMEngine(RolloutEngine):
             raise
 
     # ------------------------------------------------------------------------------------------------------------ sleep
-
-    def weight_bytes(self) -> int:
-        """Return the memory that the sampler's weights take."""
-        return 0 if self.live is None else weight_bytes(self.live.model)
 
     @property
     def holds_weights(self) -> bool:

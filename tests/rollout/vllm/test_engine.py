@@ -305,11 +305,6 @@ def test_another_format_and_an_adapter_without_room_are_refused(plain):
     assert disagreement(network, engine) < 1e-4
 
 
-def test_memory_is_counted_once(plain):
-    network, engine = plain
-    assert 0 < engine.weight_bytes() <= sum(p.numel() * 4 for p in network.parameters()) * 1.2
-
-
 def test_a_closed_engine_leaves_nothing_in_memory(monkeypatch):
     # 0.29 logs a traceback (it has no tokenizer to warm up), of which pytest would keep the frames.
     monkeypatch.setattr(logging.getLogger("vllm.renderers.base"), "disabled", True)
