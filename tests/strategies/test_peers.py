@@ -1,6 +1,7 @@
 import queue
 import socket
 import threading
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +20,15 @@ def alone(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
+def at_once(*calls):
+    """Make calls of several processes, which stand for each other in this one, at the same time."""
+    threads = [threading.Thread(target=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+
+
 # -------------------------------------------------------------------------------------------------------- the meeting
 
 
@@ -30,11 +40,7 @@ def met(size, given):
         here = Meeting("127.0.0.1", port, rank, size)
         found[rank] = [here.exchange(given(rank)), here.exchange(rank)]
 
-    threads = [threading.Thread(target=come, args=(rank,)) for rank in reversed(range(size))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    at_once(*(partial(come, rank) for rank in reversed(range(size))))
     return found
 
 
@@ -79,14 +85,7 @@ def test_under_torchrun_no_process_holds_the_store(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     found = {}
     port = int(agent._place.rpartition(":")[2])
-    threads = [
-        threading.Thread(target=lambda r=r: found.update({r: Meeting("127.0.0.1", port, r, 2).exchange(r)}))
-        for r in range(2)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    at_once(*(lambda r=r: found.update({r: Meeting("127.0.0.1", port, r, 2).exchange(r)}) for r in range(2)))
     assert found == {0: [0, 1], 1: [0, 1]}
 
 
@@ -131,11 +130,7 @@ def connected(size):
             address.put(value)
         return [value]
 
-    threads = [threading.Thread(target=watch.start, args=(rank, size, exchange)) for rank, watch in enumerate(watches)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
+    at_once(*(partial(watch.start, rank, size, exchange) for rank, watch in enumerate(watches)))
     return watches, told
 
 
