@@ -39,7 +39,7 @@ from lit_qrl.rollout.vllm.engine import VLLMEngine
 from lit_qrl.rollout.vllm.errors import SHAPES
 from lit_qrl.rollout.vllm.installation import installed_version
 from lit_qrl.rollout.vllm.process import environment_of
-from lit_qrl.rollout.vllm.server import Server, Start
+from lit_qrl.rollout.vllm.server import Server
 from lit_qrl.rollout.vllm.ways import Broadcast, DeviceMemory, Files, Named, Packed, Sender, chunks
 from lit_qrl.types import Completion, SamplingParams
 
@@ -182,7 +182,8 @@ class RemoteVLLMEngine(RolloutEngine):
         arguments = self.engine.arguments(self._folder, dtype, longest)
         for server in self.servers:
             environment = environment_of(self.engine.deep_gemm, self.engine.kv_cache_gib) | self._seen(server.address)
-            server.how = Start([str(self._folder), *flags(arguments)], environment, self.engine.start_timeout)
+            server.arguments, server.environment = [str(self._folder), *flags(arguments)], environment
+            server.timeout = self.engine.start_timeout
             server.start()
         for server in self.servers:
             if not server.ready:
@@ -431,18 +432,15 @@ class RemoteVLLMEngine(RolloutEngine):
 
     def read_receipts(self, names: Sequence[str]) -> dict[str, TensorReceipt]:
         """Return the receipts of what reads back from the first server under the names."""
-        return receipts_of(self._first().call("receipts_json", json.dumps(list(names))))
+        return receipts_of(self.servers[0].call("receipts_json", json.dumps(list(names))))
 
     def read_columns(self, layer: str, columns: Sequence[int]) -> Tensor | None:
         """Return columns ("out columns") of a layer's weight as the first server's GEMM multiplies with them."""
-        found = self._first().call("columns_json", layer, json.dumps(list(columns)))
+        found = self.servers[0].call("columns_json", layer, json.dumps(list(columns)))
         if not found:
             return None
         flat = torch.frombuffer(bytearray(base64.b64decode(found["bytes"])), dtype=getattr(torch, found["dtype"]))
         return flat.reshape(found["shape"])
-
-    def _first(self) -> Server:
-        return self.servers[0]
 
     # ----------------------------------------------------------------------------------------------- weights in flight
 

@@ -50,7 +50,7 @@ from lit_qrl.rollout.vllm.checks import (
     check_same_format,
     check_unverified,
 )
-from lit_qrl.rollout.vllm.errors import Sender, blamed, deadly
+from lit_qrl.rollout.vllm.errors import blamed, deadly
 from lit_qrl.rollout.vllm.installation import check_installation, check_routes
 from lit_qrl.rollout.vllm.live_model import LiveModel
 from lit_qrl.rollout.vllm.locations import undescribed
@@ -378,7 +378,7 @@ class VLLMEngine(RolloutEngine):
         self._usable = False
         try:
             watchdog = self._watchdog("the publish of one tensor")
-            with gc_pause(), blamed(Sender(tensors), version, watchdog) as stream:
+            with gc_pause(), blamed(tensors, version, watchdog) as stream:
                 ledger = load(stream, version)
         except BaseException as error:
             with suppress(Exception):  # of an engine that died

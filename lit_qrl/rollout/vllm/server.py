@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
@@ -58,21 +57,6 @@ LONGEST_PATH = 80
 """Characters of a folder in which a socket can be: its path may have 107 in all."""
 
 
-@dataclass
-class Start:
-    """How a run starts a server.
-
-    Args:
-        arguments: of `vllm serve`, but for address and port.
-        environment: beside the run's own.
-        timeout: seconds that it may take.
-    """
-
-    arguments: Sequence[str] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
-    timeout: float = 1800.0
-
-
 class Server:
     """Every question may raise `EngineDiedError`, after which `restart` and `open` begin anew.
 
@@ -83,7 +67,12 @@ class Server:
 
     def __init__(self, address: Address, silence: float) -> None:
         self.address, self.silence = address, silence
-        self.how = Start()
+        self.arguments: Sequence[str] = ()
+        """Of `vllm serve`, where the run starts it, but for address and port."""
+        self.environment: Mapping[str, str] = {}
+        """Of the process, beside the run's own."""
+        self.timeout = 1800.0
+        """Seconds that the start may take."""
         self.ready = False
         """True between `open` and a death."""
         self.version = -1
@@ -110,11 +99,11 @@ class Server:
         inherited = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
         with (self._folder / LOG).open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", LAUNCH, *command(), *self.how.arguments, f"--uds={self._folder / SOCKET}"],
+                [sys.executable, "-c", LAUNCH, *command(), *self.arguments, f"--uds={self._folder / SOCKET}"],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**inherited, **self.how.environment, **NEEDED, KEY: self._key},
+                env={**inherited, **self.environment, **NEEDED, KEY: self._key},
                 start_new_session=True,
             )
 
@@ -127,7 +116,7 @@ class Server:
         """
         self.start()
         self._cause, self._starting = "", False
-        patience = self.how.timeout if self.address.started else AGAIN if self._seen else 0.0
+        patience = self.timeout if self.address.started else AGAIN if self._seen else 0.0
         self._await(time.monotonic() + patience)
         try:
             body = {"method": "connect_json"}
