@@ -351,7 +351,9 @@ class Bench:
         faults += receipt.compare_columns(sent, self.engine.read_columns, exact=self.format is None)
         clock.lap("columns")
         names = list(sent.receipts())
-        faults += receipt.compare_read_back(sent, self.engine.read_back, names[:: max(len(names) // 4, 1)])
+        faults += receipt.compare_receipts(
+            sent, receipt.read_receipts(self.engine.read_back, names[:: max(len(names) // 4, 1)])
+        )
         self.sync()
         clock.lap("read_back")
         self.previous, self.report, self.sent = sent.receipts(), report, sent

@@ -10,7 +10,7 @@ from lit_qrl.network.linears import quantizable_layers
 from lit_qrl.network.routing import Routing, differing
 from lit_qrl.network.stream import weight_stream
 from lit_qrl.publish.probe import Probe, learner_scores
-from lit_qrl.receipts.ledger import PublishError, SentLedger, compare, compare_columns, compare_read_back
+from lit_qrl.receipts.ledger import PublishError, SentLedger, compare, compare_columns, compare_receipts, read_receipts
 from tests.vllm_engines import VOCABULARY, optimizer_step, prompts, sampler_format, tiny_network
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
@@ -41,7 +41,7 @@ def publish(network, engine, format, version, previous=None, wire=lambda stream:
         return error.faults, sent, None
     faults = compare(sent, report.received, previous)
     faults += compare_columns(sent, engine.read_columns, exact=format is None)
-    faults += compare_read_back(sent, engine.read_back, list(sent.receipts()))
+    faults += compare_receipts(sent, read_receipts(engine.read_back, list(sent.receipts())))
     return faults, sent, report
 
 
