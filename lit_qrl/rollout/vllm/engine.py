@@ -346,13 +346,6 @@ class VLLMEngine(RolloutEngine):
     def load_adapter(self, tensors: Tensors, version: int) -> PublishReport:
         """Replace the LoRA adapter over an unchanged base; completions use it from then on."""
         start = time.perf_counter()
-        if not self.max_lora_rank:
-            raise ConfigError(
-                "The engine was built without room for an adapter.",
-                expected="data.engine.max_lora_rank of at least the policy's rank",
-                given=0,
-                remedy="Set it, or set publisher.lora to merged.",
-            )
         self._awake(complete=True)
         report = self._publish(tensors, self._in_place("replace_adapter", self.spec.adapter), version, start)
         self._adapter_active = True

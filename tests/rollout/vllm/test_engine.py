@@ -296,12 +296,10 @@ def test_norms_are_replaced_in_place_and_alone(plain):
     assert disagreement(network, engine) < 1e-4
 
 
-def test_another_format_and_an_adapter_without_room_are_refused(plain):
+def test_another_format_is_refused(plain):
     network, engine = plain
     with pytest.raises(ValueError, match=r"holds one format\. Expected: plain weights\. Given: fp8_row"):
         publish(network, engine, sampler_format("fp8_row"), 1)
-    with pytest.raises(ConfigError, match="max_lora_rank"):
-        engine.load_adapter(iter([]), 1)
     assert disagreement(network, engine) < 1e-4
 
 
