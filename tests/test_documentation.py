@@ -165,7 +165,7 @@ def test_the_table_of_layouts_is_what_the_script_computes():
 
 
 def test_the_tables_of_the_cost_are_what_the_script_computes():
-    page, cost = (DOCS / "scale.md").read_text(), script("cost")
+    page, cost = (DOCS / "studies" / "scale.md").read_text(), script("cost")
     assert "\n".join(cost.moved_lines()) in page
     assert "\n".join(cost.bound_lines()) in page
 
@@ -194,7 +194,7 @@ def test_the_costs_add_up():
 
 def test_measured_peaks_of_the_sizing_page_are_those_of_the_study():
     sizing = script("sizing")
-    qerl = (DOCS / "qerl.md").read_text()
+    qerl = (DOCS / "studies" / "qerl.md").read_text()
     peaks = re.search(r"Memory of the whole process.*?\n\n(.*?)\n\n", qerl, re.DOTALL)[1]
     rows = {cells[1].strip(): cells for cells in (line.split("|") for line in peaks.splitlines()[2:])}
     for shape, row, measured in sizing.MEASURED:

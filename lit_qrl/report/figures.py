@@ -212,7 +212,6 @@ def _catalogue(runs: Sequence[Source]) -> list[Figure]:
                     "Share of Σ|d|, by advantage and side",
                     every("mismatch/share_"),
                     limits=(0.0, 1.0),
-                    stacked=True,
                     compared=False,
                 ),
                 Panel("Age of the weights that drew, iterations", (Line("rollout/age"),), limits=(0.0, None)),

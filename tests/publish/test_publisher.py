@@ -289,21 +289,6 @@ def test_the_base_goes_out_again_when_it_changed_or_an_evaluation_displaced_it(t
     assert calls.kinds == ["load_weights", "load_weights", "load_adapter", "load_weights"]
 
 
-def test_adapters_that_cannot_go_out_are_refused(tmp_path):
-    cases = [
-        ({"publisher": {"lora": "adapter"}}, "no adapter to publish"),
-        (lora_options(lora="merged"), r"packed base.*lora: adapter"),
-        (
-            {"publisher": {"lora": "adapter"}, "policy": {"lora": LoraConfig(**LORA, use_dora=True)}},
-            r"use_dora cannot be published apart.*merged",
-        ),
-    ]
-    for number, (options, message) in enumerate(cases):
-        trainer, module, data = build(tmp_path / str(number), **options)
-        with pytest.raises(ConfigError, match=message):
-            trainer.fit(module, datamodule=data)
-
-
 # ---------------------------------------------------------------------------------------------------------- faults
 
 

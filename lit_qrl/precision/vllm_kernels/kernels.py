@@ -2,8 +2,8 @@
 
 A product of quantized inputs has the sampler's bits only where its own operator makes it: CUTLASS' FP8 adds in another
 order than torch's GEMM, and CUTLASS' W4A8 rounds the group scales to FP8. Formats of weights alone are multiplied out
-in the learner: Machete and Marlin give the same log-ratios to the sampler (docs/precision.md). Operators are those of
-vLLM 0.26 and later; vLLM is imported in functions only.
+in the learner: Machete and Marlin give the same log-ratios to the sampler (docs/studies/precision.md). Operators are
+those of vLLM 0.26 and later; vLLM is imported in functions only.
 """
 
 import logging

@@ -6,7 +6,6 @@ itself; what is mended by a call in the right moment, and no change, is in `upke
 
 import hashlib
 import inspect
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
@@ -26,8 +25,6 @@ DUMMY = 2.0**-6
 CUMEM = "vllm.device_allocator.cumem"
 _MARK = "lit_qrl_original"
 _LOADER = "vllm.model_executor.model_loader"
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -164,12 +161,6 @@ def apply_all() -> None:
     for patch in PATCHES:
         if patch.concerns(version, device):
             apply(patch, version)
-        elif version >= _numbers(patch.versions.first) and version[:2] not in installation.RUN_WITH:
-            for misfit in patch.misfits() if patch.device in (None, device) else ():
-                log.warning(
-                    "%s, which the patch %s changed; vLLM needs it no more from %s on.",
-                    misfit, patch.name, patch.versions.fixed,
-                )  # fmt: skip
     installation.check_plugin(device)
 
 

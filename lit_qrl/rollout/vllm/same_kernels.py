@@ -43,8 +43,6 @@ def check(arguments: Mapping[str, Any]) -> None:
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     for fits, what, expected, given in (
         (capability == (9, 0), "This host's GPU", "compute capability 9.0", capability or "no GPU"),
-        (arguments.get("kv_cache_dtype", "auto") == "auto", "A KV cache of 8 bits", "kv_cache_dtype: auto",
-         arguments.get("kv_cache_dtype")),
         (arguments.get("attention_backend") in (None, "FLASH_ATTN"), "The attention of engine_args", "FLASH_ATTN",
          arguments.get("attention_backend")),
     ):  # fmt: skip

@@ -63,7 +63,6 @@ def test_the_norm_is_the_formula_and_a_row_does_not_depend_on_others():
     ("available", "options", "expected"),
     [
         (False, {}, "compute capability 9.0"),
-        (True, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype: auto"),
         (True, {"engine_args": {"attention_backend": "FLASHINFER"}}, "FLASH_ATTN"),
     ],
 )
