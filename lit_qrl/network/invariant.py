@@ -314,10 +314,10 @@ def batch_invariant(enabled: bool, sampler: SamplerKernels | None = None) -> Abs
     return BatchInvariant(KERNELS if sampler is None else functions_of(sampler))
 
 
-def recomputation() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
-    """Return the contexts of a checkpointed layer's forward pass and of its repetition, which must be the same."""
+def as_entered() -> AbstractContextManager[object]:
+    """Return the context in which a layer is computed again as it is computed now."""
     entered = BatchInvariant.entered
-    return nullcontext(), BatchInvariant(entered[-1].kernels) if entered else nullcontext()
+    return BatchInvariant(entered[-1].kernels) if entered else nullcontext()
 
 
 @torch.no_grad()

@@ -77,7 +77,7 @@ def _stream(
         parts = waiting.setdefault(key, {})
         parts[layer] = tensor.detach() if tensor.requires_grad else tensor  # a slice that says so stays one
         if len(parts) == len(groups[key]):
-            yield from _quantized(waiting.pop(key), format, quantized or _none, finite, stacked, cast)
+            yield from _quantized(waiting.pop(key), format, quantized, finite, stacked, cast)
     missing = sorted(fused.keys() - seen)
     if missing:
         held = f", while {', '.join(sorted(waiting))} waited for them" if waiting else ""
@@ -154,19 +154,15 @@ def _named(layer: str, error: ValueError) -> ValueError:
     return ValueError(f"{layer}{_WEIGHT}: {error}")
 
 
-def _none(layer: str, tensor: Tensor) -> QuantizedWeight | None:
-    return None
-
-
 def _quantized(
     parts: dict[str, Tensor],
     format: NumberFormat,
-    existing: Callable[[str, Tensor], QuantizedWeight | None],
+    existing: Callable[[str, Tensor], QuantizedWeight | None] | None,
     finite: Finite,
     stacked: StackQuantizer | None,
     cast: torch.dtype | None,
 ) -> Iterator[tuple[str, Tensor]]:
-    made = {layer: existing(layer, tensor) for layer, tensor in parts.items()}
+    made = {layer: None if existing is None else existing(layer, tensor) for layer, tensor in parts.items()}
     shared = None
     if any(q is None for q in made.values()):
         # one part that must be quantized anew changes the scale that all of a fused layer share

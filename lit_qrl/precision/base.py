@@ -18,7 +18,6 @@ from lit_qrl.network.linears import (
     check_quantizable,
     fused_groups,
     quantizable_layers,
-    quantizable_linears,
     swap_linears,
 )
 from lit_qrl.network.names import is_adapted
@@ -98,12 +97,9 @@ class QuantizedPrecision(PublishingPrecision):
         if any(is_adapted(part) for part in network.modules()):
             raise self._over_adapter()
         self.check_model(network, device_of(module))
-        chosen = quantizable_linears(network, self.exclude)
         clock, format, layer_class = self.clock, self.format, self.layer_class
         report = swap_linears(
-            network,
-            lambda name, linear: layer_class.from_linear(linear, name, format, clock),
-            lambda name, linear: name in chosen,
+            network, lambda name, linear: layer_class.from_linear(linear, name, format, clock), self.exclude
         )
         linears = {name: layer for name, layer in self.layers(module).items() if isinstance(layer, LowBitLinear)}
         for names in fused_groups(linears).values():

@@ -23,7 +23,7 @@ from lit_qrl.network.stream import Finite, quantize_named, shared_amax
 from lit_qrl.precision.base import QuantizedPrecision, device_of, network_of
 from lit_qrl.precision.deferred import DeferredWeights, deferred_weights
 from lit_qrl.precision.layers.packed_experts import PackedExperts
-from lit_qrl.precision.layers.packed_linear import PackedLinear, Product
+from lit_qrl.precision.layers.packed_linear import PackedLinear, Product, moved
 from lit_qrl.precision.packed_base import PackedBase, check_codes
 from lit_qrl.precision.packed_source import PackedSource, fingerprint_of
 from lit_qrl.precision.source import WeightSource
@@ -178,7 +178,7 @@ class PackedLoRA(QuantizedPrecision):
         home = weight.device
         # a weight waiting on the host is packed where that is fast, one layer at a time
         device = torch.device("cuda") if torch.cuda.is_available() else home
-        return _moved(quantize_named(self.format, name, weight.to(device), shared), home)
+        return moved(quantize_named(self.format, name, weight.to(device), shared), home)
 
     def _quantized_stack(self, stack: ExpertStack, matrix: str, whole: Tensor) -> Iterator[tuple[str, QuantizedWeight]]:
         """Yield names and codes of the matrices that lie in one parameter, as many at a time as a launch takes."""
@@ -194,7 +194,7 @@ class PackedLoRA(QuantizedPrecision):
                 continue
             for name, one in zip(names, made, strict=True):
                 finite.later(name, one.amaxes)
-                yield name, one.weight if device == home else _moved(one.weight, home)
+                yield name, one.weight if device == home else moved(one.weight, home)
         finite.check()
 
     def _pack_experts(
@@ -282,11 +282,6 @@ class PackedLoRA(QuantizedPrecision):
         self, policy: Any, format: NumberFormat | None, exclude: Sequence[str] = (), head: bool = False
     ) -> WeightSource:
         return PackedSource(self, policy, format, exclude, head)
-
-
-def _moved(q: QuantizedWeight, device: torch.device) -> QuantizedWeight:
-    scales, global_scale = (None if part is None else part.to(device) for part in (q.scales, q.global_scale))
-    return QuantizedWeight(q.codes.to(device), scales, global_scale, q.format, q.shape)
 
 
 def _that_packs(user: str, format: NumberFormat | str) -> NumberFormat:

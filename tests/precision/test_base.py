@@ -141,18 +141,6 @@ def test_siblings_share_one_scale_and_follow_each_other_s_updates():
     assert float(q.quantized().scales.float().max()) == pytest.approx(4 * largest / 448)
 
 
-def test_what_a_plugin_exports_without_a_change_is_the_codes_of_the_forward_pass():
-    module = Module(Policy())
-    module.policy.configure()
-    plugin = QATAligned("fp8_row")
-    plugin.convert_module(module)
-    layer, source = module.policy.network.get_submodule(LINEARS[0]), plugin.source(module.policy, plugin.format)
-    codes = dict(source.whole(unchanged, None))[f"{LINEARS[0]}.weight"]
-    assert codes.data_ptr() == layer.quantized().codes.data_ptr()
-    scales = dict(source.whole(lambda name, tensor: 2 * tensor, None))[f"{LINEARS[0]}.weight_scale"]
-    torch.testing.assert_close(scales, 2 * layer.quantized().scales)
-
-
 def test_the_network_is_found_under_module_and_adapter():
     policy = Policy(lora=LoraConfig(r=2, target_modules=["q_proj"]))
     module = Module(policy)
