@@ -10,7 +10,6 @@ from lit_qrl import formats
 from lit_qrl.errors import ConfigError
 from lit_qrl.network.adapters import merged_weights, with_adapter
 from lit_qrl.network.names import is_adapted
-from lit_qrl.network.quantized_linear import QuantizedLinear
 from lit_qrl.precision.packed_lora import NVFP4LoRA, PackedLoRA
 from lit_qrl.precision.packed_source import fingerprint_of
 from lit_qrl.precision.source import WeightSource, unchanged
@@ -64,28 +63,18 @@ def test_the_base_has_no_parameters_gradients_optimizer_state_or_place_in_the_ch
     assert not any(part in key for key in keys for part in ("codes", "scales", "base_layer.weight"))
 
 
-def test_packing_is_idempotent():
-    policy, packer = configured()
+def test_layers_without_an_adapter_are_packed_too_and_packing_is_idempotent():
+    policy, packer = configured(targets=["q_proj", "v_proj"])
     before = packer.packed(policy)
     packer.configure_policy(policy)
     assert packer.packed(policy) == before
-    assert sorted(packer.report.swapped) == sorted(LINEARS)
-
-
-def test_layers_without_an_adapter_are_packed_too():
-    policy, packer = configured(targets=["q_proj", "v_proj"])
-    assert sorted(packer.packed(policy)) == sorted(LINEARS)
+    assert sorted(before) == sorted(packer.report.swapped) == sorted(LINEARS)
     plain = [name for name, module in policy.network.named_modules() if type(module) is nn.Linear]
     assert all("lora_" in name or name == "lm_head" for name in plain)
-
-
-def test_fused_layers_share_their_global_scale():
-    policy, packer = configured("nvfp4")
-    layers = packer.packed(policy)
     original = dict(network().named_parameters())
     amax = max(original[f"model.layers.0.self_attn.{p}_proj.weight"].abs().max() for p in "qkv")
-    scales = {p: layers[f"model.layers.0.self_attn.{p}_proj"].global_scale.item() for p in "qkvo"}
-    assert scales["q"] == scales["k"] == scales["v"] == pytest.approx(448 * 6 / amax.item())
+    scales = {p: before[f"model.layers.0.self_attn.{p}_proj"].global_scale.item() for p in "qkvo"}
+    assert scales["q"] == scales["k"] == scales["v"] == pytest.approx(448 * 6 / amax.item())  # an engine fuses them
     assert scales["o"] != scales["q"]
 
 
@@ -174,16 +163,23 @@ def test_trained_norms_stay_trainable_and_are_exported(tmp_path):
     )
 
 
-def test_a_policy_without_an_adapter_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"nothing else to train.*model\.policy\.lora"):
-        fit(tmp_path, plugin(), Module(Policy()))
-
-
-def test_formats_of_which_no_base_is_held_are_refused():
-    with pytest.raises(ConfigError, match=r"weight-only format.*fp8_row.*Given: bf16"):
-        NVFP4LoRA("bf16")
+def test_what_holds_no_base_is_refused(tmp_path):
+    assert NVFP4LoRA().format == formats.get("nvfp4")
+    with pytest.raises(TypeError, match="format"):
+        PackedLoRA()
+    with pytest.raises(ConfigError, match=r"PackedLoRA holds a packed base.*weight-only format.*fp8_row.*Given: bf16"):
+        PackedLoRA("bf16")
     with pytest.raises(ConfigError, match=r"weight-only.*activations fp8.*QATAligned"):
         NVFP4LoRA(formats.Int4Group(activations="fp8"))
+    with pytest.raises(ConfigError, match=r"nothing else to train.*model\.policy\.lora"):
+        fit(tmp_path, plugin(), Module(Policy()))
+    module = Module(Policy(lora=lora()))
+    module.policy.configure()
+    with pytest.raises(ConfigError, match="configure_policy"):
+        plugin().convert_module(module)
+    model = with_adapter(random_network(BY_TYPE["qwen3_moe"]), lora("all-linear"), "it")
+    with pytest.raises(ConfigError, match=r"cannot share experts.*share_weights: false"):
+        plugin(share_weights=True).configure_policy(SimpleNamespace(network=model.get_base_model(), lora=True))
 
 
 def fake_quantized(plain, format):
@@ -251,16 +247,6 @@ def test_a_gpu_without_fp8_multiplies_out_and_says_so(monkeypatch, tmp_path, cap
     assert {layer.kernel for layer in layers.values()} == {"dequantize"}
 
 
-def test_the_name_that_says_a_format_has_it_as_default():
-    assert NVFP4LoRA().format == formats.get("nvfp4")
-    assert NVFP4LoRA("nf4", exclude=["*.q_proj"]).exclude == ("*.q_proj",)
-    assert PackedLoRA("mxfp4", autocast="bf16").format == formats.get("mxfp4")
-    with pytest.raises(TypeError, match="format"):
-        PackedLoRA()
-    with pytest.raises(ConfigError, match="PackedLoRA holds a packed base"):
-        PackedLoRA("bf16")
-
-
 def test_a_trained_copy_of_a_linear_layer_stays_plain_and_is_exported():
     policy, packer = configured(targets=["q_proj", "up_proj"], modules_to_save=["down_proj"])
     source = packer.source(policy, packer.format)
@@ -270,13 +256,6 @@ def test_a_trained_copy_of_a_linear_layer_stays_plain_and_is_exported():
     trained = policy.network.get_submodule(name).modules_to_save["default"].weight
     assert torch.equal(dict(source.base(None))[f"{name}.weight"], trained)
     assert torch.equal(dict(source.plain(None))[f"{name}.weight"], trained)
-
-
-def test_a_module_that_never_configured_is_refused():
-    module = Module(Policy(lora=lora()))
-    module.policy.configure()
-    with pytest.raises(ConfigError, match="configure_policy"):
-        plugin().convert_module(module)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -304,25 +283,6 @@ def packed_experts(kind, format="nvfp4"):
     return policy, packer, plain
 
 
-def lora_off(policy):
-    for module in policy.network.modules():
-        if is_adapted(module):
-            module.enable_adapters(False)
-
-
-def test_experts_of_8_bits_are_multiplied_as_an_embedded_sampler_does():
-    policy, packer, _ = packed_experts("qwen3_moe", "fp8_row")
-    ids = torch.arange(3, 13)[None]
-    lora_off(policy)
-    with torch.no_grad():
-        learner = policy.network(ids).logits
-        for layer in packer.packed(policy).values():
-            sampled = QuantizedLinear(layer.format, layer.shape, layer.bias)
-            sampled.set_weight(layer.weight)
-            layer.forward = sampled.forward
-        assert torch.equal(learner, policy.network(ids).logits)
-
-
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss", "llama4_text"])
 def test_packed_experts_compute_as_their_codes_stand_for_and_pass_gradients_on(kind):
     policy, packer, plain = packed_experts(kind)
@@ -334,7 +294,9 @@ def test_packed_experts_compute_as_their_codes_stand_for_and_pass_gradients_on(k
     network(ids).logits.log_softmax(-1)[..., 5].sum().backward()
     first = network.get_parameter(next(name for name in trained if ".layers.0." in name and "lora_B" in name))
     assert first.grad.abs().sum() > 0  # through the experts of both layers
-    lora_off(policy)
+    for module in network.modules():
+        if is_adapted(module):
+            module.enable_adapters(False)
     with torch.no_grad():
         torch.testing.assert_close(network(ids).logits, expected(ids).logits, atol=1e-4, rtol=1e-5)
     merged = dict(merged_weights(network))
@@ -357,9 +319,3 @@ def test_a_packed_base_with_experts_goes_out_as_it_is_held():
     other = packer.source(policy, formats.get("fp8_row"))  # the sum of base and adapter, in another format
     names = set(dict(other.whole(unchanged, None)))
     assert "model.layers.1.mlp.experts.3.up_proj.weight_scale" in names
-
-
-def test_experts_cannot_be_shared_with_the_engine():
-    model = with_adapter(random_network(BY_TYPE["qwen3_moe"]), lora("all-linear"), "it")
-    with pytest.raises(ConfigError, match=r"cannot share experts.*share_weights: false"):
-        plugin(share_weights=True).configure_policy(SimpleNamespace(network=model.get_base_model(), lora=True))
