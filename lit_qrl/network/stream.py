@@ -46,19 +46,6 @@ def weight_stream(
             end of the stream, so that the host waits for the device once.
         IncompleteError: for a fused layer with a part missing.
     """
-    made = _stream(named, format, quantizable, dtype, quantized, kept)
-    # entering `no_grad` for each of many experts costs as much as quantizing them; most who take them are in it already
-    yield from torch.no_grad()(lambda: made)() if torch.is_grad_enabled() else made
-
-
-def _stream(
-    named: Iterable[tuple[str, Tensor]],
-    format: NumberFormat | None,
-    quantizable: Collection[str],
-    dtype: torch.dtype | None,
-    quantized: Callable[[str, Tensor], QuantizedWeight | None] | None,
-    kept: Collection[str],
-) -> Iterator[tuple[str, Tensor]]:
     if isinstance(format, Dense):
         dtype = dtype or format.dtype
     groups = fused_groups(quantizable if format is not None else ())

@@ -1,6 +1,6 @@
 """Weights of the learner that are also held in a number format: linear layers, and experts in a stack."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -133,6 +133,14 @@ class LowBitWeight(LowBitCodes):
         return {**self.__dict__, "_cached": None, "_amax": None, "_prepared": {}}
 
 
+def introduce_siblings(weights: Mapping[str, LowBitWeight]) -> None:
+    """Tell weights that engines hold as one, by their names, of one another: they share a scale where a format does."""
+    for names in fused_groups(weights).values():
+        group = tuple(weights[name] for name in names)
+        for weight in group:
+            weight.siblings = group
+
+
 class LowBitLinear(LowBitWeight, nn.Linear):
     """A linear layer with a low-bit weight; parameters keep their names, shapes and dtypes."""
 
@@ -221,10 +229,7 @@ class LowBitExperts(nn.Module):
                 weight = kind(self, matrix, index // each, index % each, shape)
                 weight.begin(name, format, clock)
                 self.weights[name] = weight
-        for names in fused_groups(self.weights).values():
-            group = tuple(self.weights[name] for name in names)
-            for weight in group:
-                weight.siblings = group
+        introduce_siblings(self.weights)
         self.train(plain.training)
 
     def forward(self, hidden_states: Tensor, chosen: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
