@@ -14,7 +14,7 @@ from lit_qrl.precision.base import check_shapes, network_of
 from lit_qrl.precision.layers.low_bit import StepClock
 from lit_qrl.precision.qat import AlignedLinear
 from lit_qrl.precision.source import PublishingPrecision, unchanged
-from tests.precision.toy import LINEARS, Module, Policy, network
+from tests.precision.toy import LINEARS, Module, Policy, configured, network
 
 
 def aligned(linear, format):
@@ -41,8 +41,7 @@ def test_the_weight_is_quantized_once_per_version(monkeypatch):
 
 
 def test_compiled_layers_are_not_replaced():
-    module = Module(Policy())
-    module.policy.configure()
+    module = configured()
     module.policy.compiles = True
     with pytest.raises(ConfigError, match=r"Layers of QATAligned are not compiled.*compile: true"):
         QATAligned("fp8_row").check_policy(module.policy)
@@ -58,16 +57,14 @@ def test_a_validation_pass_first_does_not_poison_training():
 
 
 def test_only_the_policy_is_converted():
-    module = Module(Policy())
-    module.policy.configure()
+    module = configured()
     module.critic = nn.Linear(64, 64)
     QATAligned("fp8_row").convert_module(module)
     assert type(module.critic) is nn.Linear
 
 
 def test_layers_that_do_not_fit_are_named():
-    module = Module(Policy())
-    module.policy.configure()
+    module = configured()
     with pytest.raises(ConfigError, match=r"do not fit int4_group: model\.layers\.0\.self_attn\.q_proj \(64, 64\)"):
         QATAligned("int4_group").convert_module(module)
     with pytest.raises(ConfigError, match="No linear layer"):
@@ -75,16 +72,13 @@ def test_layers_that_do_not_fit_are_named():
 
 
 def test_an_adapter_is_refused():
-    module = Module(Policy(lora=LoraConfig(r=2, target_modules=["q_proj"])))
-    module.policy.configure()
+    module = configured(lora=LoraConfig(r=2, target_modules=["q_proj"]))
     with pytest.raises(ConfigError, match=r"adapter.*NVFP4LoRA"):
         QATAligned("fp8_row").convert_module(module)
 
 
 def test_a_weight_that_became_nan_is_named():
-    module = Module(Policy())
-    module.policy.configure()
-    QATAligned("fp8_tensor").convert_module(module)
+    module = configured(QATAligned("fp8_tensor"))
     with torch.no_grad():
         module.policy.network.get_submodule(LINEARS[1]).weight[0, 0] = float("nan")
     with pytest.raises(ValueError, match=rf"{LINEARS[1]}\.weight: .*NaN"):
@@ -92,9 +86,8 @@ def test_a_weight_that_became_nan_is_named():
 
 
 def test_a_weight_that_became_nan_is_named_before_a_step_or_publish_where_the_host_runs_ahead(monkeypatch):
-    module, plugin = Module(Policy()), QATAligned("fp8_row")
-    module.policy.configure()
-    plugin.convert_module(module)
+    plugin = QATAligned("fp8_row")
+    module = configured(plugin)
     steps = []
     monkeypatch.setattr(PublishingPrecision, "optimizer_step", lambda self, *args, **options: steps.append(1))
     monkeypatch.setattr(numerics, "runs_ahead", lambda tensor: True)
@@ -129,9 +122,7 @@ def test_moving_or_copying_a_layer_drops_what_was_derived():
 
 
 def test_siblings_share_one_scale_and_follow_each_other_s_updates():
-    module = Module(Policy())
-    module.policy.configure()
-    QATAligned("fp8_tensor").convert_module(module)
+    module = configured(QATAligned("fp8_tensor"))
     q, k, v = (module.policy.network.get_submodule(f"model.layers.0.self_attn.{part}_proj") for part in "qkv")
     largest = max(float(layer.weight.detach().abs().max()) for layer in (q, k, v))
     for layer in (q, k, v):

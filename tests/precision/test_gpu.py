@@ -22,7 +22,7 @@ from lit_qrl.precision.packed_lora import PackedLinear
 from lit_qrl.precision.source import unchanged
 from lit_qrl.precision.unified_fp8 import UnifiedLinear
 from tests.formats.oracle import bits, weights
-from tests.precision.toy import LINEARS, Module, Policy
+from tests.precision.toy import LINEARS, Module, Policy, configured
 
 pytestmark = pytest.mark.gpu
 
@@ -272,8 +272,7 @@ def test_a_packed_policy_trains_on_the_device():
 
 def test_the_unified_plugin_picks_a_backend_that_runs():
     plugin = UnifiedFP8("auto", exclude=["*self_attn*"])
-    module = Module(Policy(dtype=torch.bfloat16))
-    module.policy.configure()
+    module = configured(dtype=torch.bfloat16)
     from lit_qrl.errors import ConfigError
 
     with pytest.raises(ConfigError, match=r"do not fit the FP8 GEMM.*\(128, 64\)"):

@@ -14,8 +14,7 @@ from tests.precision.toy import (
     HIDDEN,
     LINEARS,
     VOCABULARY,
-    Module,
-    Policy,
+    configured,
     fit,
 )
 
@@ -153,8 +152,7 @@ def test_a_whole_networks_gradient_is_that_of_what_it_computes():
     """NVFP4 weights, two decoder layers: against autograd's fake quantization of the same network."""
     torch.manual_seed(0)
     tokens, target = torch.randint(VOCABULARY, (2, 4, 12))
-    module = Module(Policy())
-    module.policy.configure()
+    module = configured()
     reference = copy.deepcopy(module)
     grads = {}
     for backward in ("dequantized", "high_precision"):
@@ -261,10 +259,8 @@ def test_only_what_needs_a_gradient_gets_one():
 
 
 def test_a_perturbed_weight_is_quantized_anew_and_a_perturbed_norm_passes():
-    module = Module(Policy())
-    module.policy.configure()
     qat = plugin("fp8_tensor")
-    qat.convert_module(module)
+    module = configured(qat)
     target, norm = "model.layers.0.self_attn.k_proj.weight", "model.norm.weight"
 
     def perturbed(name, tensor):

@@ -10,7 +10,7 @@ from lit_qrl.precision.layers import block_fp8
 from lit_qrl.precision.layers.low_bit import StepClock
 from lit_qrl.precision.unified_fp8 import UnifiedFP8, UnifiedLinear
 from tests.formats.oracle import rounded_blocks, rounded_groups
-from tests.precision.toy import Module, Policy, trainer
+from tests.precision.toy import Module, Policy, configured, trainer
 
 
 def unified(linear):
@@ -79,8 +79,7 @@ def test_a_frozen_weight_keeps_no_input():
 
 
 def test_shapes_that_the_gemm_cannot_take_are_named():
-    module = Module(Policy())
-    module.policy.configure()
+    module = configured()
     unify = plugin()
     unify.backend = type("Fast", (block_fp8.Emulated,), {"name": "torch"})()
     with pytest.raises(ConfigError, match=r"14 layers do not fit.*q_proj \(64, 64\).*divisible by 128.*emulate"):
