@@ -67,7 +67,15 @@ class PackedLoRA(QuantizedPrecision):
         share_weights: bool = False,
         kernel: Kernel = "auto",
     ) -> None:
-        found = _that_packs(type(self).__name__, format)
+        found = formats.get(format)
+        if not found.packs:
+            raise ConfigError(
+                f"{type(self).__name__} holds a packed base, which {found.name} is not made for.",
+                expected="weight-only format (nvfp4, mxfp4, nf4, int4_group), fp8_row, fp8_block, fp8_tensor, "
+                "int8_channel",
+                given=found,
+                remedy="Use QATAligned for other formats that quantize activations.",
+            )
         super().__init__(found, exclude, autocast)
         self.share_weights = share_weights
         self.choice = KernelChoice(kernel, found)
@@ -150,7 +158,8 @@ class PackedLoRA(QuantizedPrecision):
             shared = shared_amax(parts) if self.format.shares_amax else None
             del parts
             for name in names:
-                self._pack(network, name, linears.pop(name), shared)
+                linear = linears.pop(name)
+                self._place(network, name, linear, self._quantized(name, linear.weight.detach(), shared))
         for name, stack in stacks.items():
             plain = network.get_submodule(name)
             if deferred is not None:
@@ -170,9 +179,6 @@ class PackedLoRA(QuantizedPrecision):
         """Leave random weights to be drawn layer by layer, so that the base never exists in full precision."""
         with deferred_weights():
             yield
-
-    def _pack(self, network: nn.Module, name: str, linear: nn.Linear, shared: Tensor | None) -> None:
-        self._place(network, name, linear, self._quantized(name, linear.weight.detach(), shared))
 
     def _quantized(self, name: str, weight: Tensor, shared: Tensor | None) -> QuantizedWeight:
         home = weight.device
@@ -244,9 +250,23 @@ class PackedLoRA(QuantizedPrecision):
             )
         self.fingerprint = fingerprint_of(layers)
         if self.product == "format":
-            _take_kernels(self, module, layers)
+            self._take_kernels(module, layers)
         leave_to_each_rank(module)
         return module
+
+    def _take_kernels(self, module: nn.Module, layers: dict[str, PackedLinear]) -> None:
+        """Let layers multiply as the run's sampler does, or by weights multiplied out on a GPU without FP8."""
+        found = lacking(type(self).__name__, self.format, device_of(module), own=True)
+        if found is not None:
+            log.warning(
+                "{what} Expected: {expected}. Given: {given}. The base is multiplied out and inputs are left alone, so "
+                "that learner and sampler differ by the rounding of activations, for which configs/correction/ has "
+                "corrections.".format(**found)
+            )
+        self.choice.follow(module)
+        for name, layer in layers.items():
+            layer.kernel = "dequantize" if found is not None else "format"
+            layer.layer_name, layer.choice = name, self.choice
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -282,34 +302,6 @@ class PackedLoRA(QuantizedPrecision):
         self, policy: Any, format: NumberFormat | None, exclude: Sequence[str] = (), head: bool = False
     ) -> WeightSource:
         return PackedSource(self, policy, format, exclude, head)
-
-
-def _that_packs(user: str, format: NumberFormat | str) -> NumberFormat:
-    """Return the format of that name, of which a frozen base can be held."""
-    found = formats.get(format)
-    if not found.packs:
-        raise ConfigError(
-            f"{user} holds a packed base, which {found.name} is not made for.",
-            expected="weight-only format (nvfp4, mxfp4, nf4, int4_group), fp8_row, fp8_block, fp8_tensor, int8_channel",
-            given=found,
-            remedy="Use QATAligned for other formats that quantize activations.",
-        )
-    return found
-
-
-def _take_kernels(plugin: PackedLoRA, module: nn.Module, layers: dict[str, PackedLinear]) -> None:
-    """Let layers multiply as the run's sampler does, or by weights multiplied out on a GPU without FP8."""
-    found = lacking(type(plugin).__name__, plugin.format, device_of(module), own=True)
-    if found is not None:
-        log.warning(
-            "{what} Expected: {expected}. Given: {given}. The base is multiplied out and inputs are left alone, so "
-            "that learner and sampler differ by the rounding of activations, for which configs/correction/ has "
-            "corrections.".format(**found)
-        )
-    plugin.choice.follow(module)
-    for name, layer in layers.items():
-        layer.kernel = "dequantize" if found is not None else "format"
-        layer.layer_name, layer.choice = name, plugin.choice
 
 
 class NVFP4LoRA(PackedLoRA):

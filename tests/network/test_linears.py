@@ -225,11 +225,7 @@ def test_a_layer_that_computes_something_of_its_own_is_refused():
 
 def test_a_familys_own_class_that_computes_the_same_is_swapped():
     network = outline(BY_TYPE["falcon"].config())
-    report = swap_linears(network, lambda name, linear: Swapped(linear.in_features, linear.out_features, device="meta"))
+    report = swap_linears(network, lambda name, linear: Marked(linear.in_features, linear.out_features, device="meta"))
     assert set(report.swapped) == set(quantizable_linears(network))
     assert len(report.swapped) == 8
     assert report.present == ()
-
-
-class Swapped(nn.Linear):
-    is_swapped = True

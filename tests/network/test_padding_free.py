@@ -34,13 +34,18 @@ def groups(seed=0, prompts=5, size=4, longest=14):
     return batch
 
 
-def both(network, batch):
-    """Log-probs and gradients of the padded and of the packed forward."""
+def policy_of(network):
+    """A policy around a network, without a tokenizer."""
     policy = CausalPolicy.__new__(CausalPolicy)
     torch.nn.Module.__init__(policy)
-    policy.lora, policy._scoring_with_reference = None, False
+    policy.lora, policy._scoring_with_reference, policy.model = None, False, network
     policy.dropout, policy.head_dtype, policy.batch_invariant = False, None, False
-    results = []
+    return policy
+
+
+def both(network, batch):
+    """Log-probs and gradients of the padded and of the packed forward."""
+    policy, results = policy_of(network), []
     for prepare in (lambda model: False, enable_padding_free):
         policy.model = copy.deepcopy(network).train()
         assert prepare(policy.model) == is_padding_free(policy.model)

@@ -40,13 +40,6 @@ def test_the_weight_is_quantized_once_per_version(monkeypatch):
     assert len(calls) == 3
 
 
-def test_compiled_layers_are_not_replaced():
-    module = configured()
-    module.policy.compiles = True
-    with pytest.raises(ConfigError, match=r"Layers of QATAligned are not compiled.*compile: true"):
-        QATAligned("fp8_row").check_policy(module.policy)
-
-
 def test_a_validation_pass_first_does_not_poison_training():
     layer = aligned(nn.Linear(64, 32), formats.get("fp8_row"))
     x = torch.randn(2, 64)
@@ -56,25 +49,20 @@ def test_a_validation_pass_first_does_not_poison_training():
     assert torch.equal(layer(x), first)
 
 
-def test_only_the_policy_is_converted():
+def test_what_cannot_be_converted_is_refused_and_what_is_no_policy_is_left():
     module = configured()
     module.critic = nn.Linear(64, 64)
-    QATAligned("fp8_row").convert_module(module)
-    assert type(module.critic) is nn.Linear
-
-
-def test_layers_that_do_not_fit_are_named():
-    module = configured()
     with pytest.raises(ConfigError, match=r"do not fit int4_group: model\.layers\.0\.self_attn\.q_proj \(64, 64\)"):
         QATAligned("int4_group").convert_module(module)
     with pytest.raises(ConfigError, match="No linear layer"):
         QATAligned("int4_group", exclude=["*_proj"]).convert_module(module)
-
-
-def test_an_adapter_is_refused():
-    module = configured(lora=LoraConfig(r=2, target_modules=["q_proj"]))
     with pytest.raises(ConfigError, match=r"adapter.*NVFP4LoRA"):
-        QATAligned("fp8_row").convert_module(module)
+        QATAligned("fp8_row").convert_module(configured(lora=LoraConfig(r=2, target_modules=["q_proj"])))
+    QATAligned("fp8_row").convert_module(module)
+    assert type(module.critic) is nn.Linear
+    module.policy.compiles = True
+    with pytest.raises(ConfigError, match=r"Layers of QATAligned are not compiled.*compile: true"):
+        QATAligned("fp8_row").check_policy(module.policy)
 
 
 def test_a_weight_that_became_nan_is_named():

@@ -158,11 +158,11 @@ def full_precision_bytes(network):
 @pytest.mark.parametrize("random", [False, True])
 def test_a_base_is_packed_layer_by_layer(random, tmp_path, monkeypatch):
     """Of a folder into the codes of one that was read at once; of weights that are drawn, into finite ones."""
-    folder, most, original = model_folder(tmp_path), [], NVFP4LoRA._pack
+    folder, most, original = model_folder(tmp_path), [], NVFP4LoRA._place
 
-    def pack(self, network, name, linear, shared):
+    def place(self, network, name, linear, codes):
         most.append(full_precision_bytes(network))
-        original(self, network, name, linear, shared)
+        original(self, network, name, linear, codes)
 
     made = []
     for at_once in (False, True):
@@ -174,7 +174,7 @@ def test_a_base_is_packed_layer_by_layer(random, tmp_path, monkeypatch):
             policy.configure()
             whole = full_precision_bytes(policy.network)
         else:
-            monkeypatch.setattr(NVFP4LoRA, "_pack", pack)
+            monkeypatch.setattr(NVFP4LoRA, "_place", place)
             with plugin.module_init_context():
                 policy.configure()
             assert policy.deferred is not None
