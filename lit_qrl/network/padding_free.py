@@ -62,9 +62,10 @@ class FlatBatch:
         """Return the layout on a device."""
         if device.type == "cpu":
             return self
-        moved = {name: getattr(self, name).to(device) for name in self.__slots__ if name not in ("buckets", "scored")}
+        held = {name: getattr(self, name) for name in self.__slots__}
+        moved: dict[str, Any] = {name: one.to(device) for name, one in held.items() if isinstance(one, Tensor)}
         rows, steps = (index.to(device) for index in self.scored)
-        return FlatBatch(**moved, buckets=[bucket.to(device) for bucket in self.buckets], scored=(rows, steps))
+        return replace(self, **moved, buckets=[bucket.to(device) for bucket in self.buckets], scored=(rows, steps))
 
     def laid_out(self, values: Tensor) -> Tensor:
         """Return "n …" of values "b s …" that are equal where rows share a prompt."""
@@ -181,6 +182,7 @@ def flatten(batch: RolloutBatch) -> FlatBatch:
         **{name: torch.from_numpy(numbers) for name, numbers in made.items()},
         buckets=[torch.from_numpy(bucket) for bucket in buckets],
         scored=(torch.from_numpy(rows), torch.from_numpy(steps)),
+        attention=None,
     )
 
 

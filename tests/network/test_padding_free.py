@@ -118,6 +118,13 @@ def test_the_flat_row_holds_every_prompt_once_and_no_padding():
     assert torch.equal(packed.positions[: int(batch.prompt_length[0])], torch.arange(int(batch.prompt_length[0])))
 
 
+def test_a_layout_moves_whole():
+    flat = flatten(groups())
+    moved = flat.to(torch.device("meta"))
+    assert moved.tokens.device.type == moved.buckets[0].device.type == moved.scored[1].device.type == "meta"
+    assert moved.attention is None
+
+
 def test_the_host_lays_out_without_threads():
     """Operations of torch on so few numbers wait for its threads, on a busy host for up to 150 ms a pass."""
     batch, called = groups(), []
