@@ -214,6 +214,13 @@ def test_wrong_arguments(wrong):
         FunctionReward(right, **wrong)
 
 
+@pytest.mark.parametrize("unheeded", [{"timeout": 5.0}, {"retries": 0}])
+def test_limits_of_single_calls_without_such_calls_are_refused(unheeded):
+    with pytest.raises(ConfigError, match=r"for calls of single samples.*concurrency 0\. Set concurrency"):
+        FunctionReward(right, **unheeded)
+    assert FunctionReward(right, concurrency=1, **unheeded)(SAMPLES) == [1.0] * 4
+
+
 def test_functions_stand_for_rewards():
     reward = FunctionReward(right)
     found = as_rewards([reward, right])
@@ -253,7 +260,7 @@ def test_what_no_other_process_can_import_stays_in_this_one():
     with pytest.raises(ConfigError, match=r"'within'.*process of its own.*set `processes: false`"):
         FunctionReward(within, processes=True)
     broken = FunctionReward(right, concurrency=1)
-    broken._pool.function = Unimportable()
+    broken.pool.function = Unimportable()
     with pytest.raises(ConfigError, match=r"'right'.*Unimportable does not start.*ValueError"):
         broken(SAMPLES)
 
