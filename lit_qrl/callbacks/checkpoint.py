@@ -1,6 +1,5 @@
 """Saves the run in one fixed place, atomically, in the background, as often as costs little."""
 
-import os
 import signal
 import threading
 import time
@@ -20,7 +19,7 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.optim.schedule import plateaus_seen
 from lit_qrl.run.checkpoint_files import Cadence, CheckpointFiles, read_checkpoint, staging, whole_checkpoints
 from lit_qrl.run.description import Described
-from lit_qrl.run.folder import last_checkpoint, shown
+from lit_qrl.run.folder import check_place, last_checkpoint, shown
 from lit_qrl.run.interrupt import Interrupted, InterruptedTogether, Interruption, check_process, deadline
 from lit_qrl.strategies.peers import Peers
 
@@ -61,17 +60,8 @@ class RunCheckpoint(Described, Checkpoint):
         if stage != "fit":
             return
         folder = Path(trainer.default_root_dir) / "checkpoints"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            probe = folder / f".write-{os.getpid()}"
-            probe.touch()
-            probe.unlink()
-        except OSError as error:
-            raise ConfigError(
-                "The run folder cannot be written.",
-                given=f"{shown(trainer.default_root_dir)} ({error.strerror or error})",
-                remedy="Set trainer.default_root_dir to a folder that you may write to.",
-            ) from error
+        check_place(folder)
+        folder.mkdir(parents=True, exist_ok=True)
 
     def on_train_start(self, trainer: Trainer, pl_module: "GRPOModule") -> None:
         """Take over Ctrl-C and SIGTERM."""

@@ -196,16 +196,8 @@ def _histograms(run: Run, out: Path) -> page.Section | None:
 def _events(run: Run) -> page.Section | None:
     if not run.events:
         return None
-    tones = {
-        "exception": "bad",
-        "stopped": "bad",
-        "interrupt": "warn",
-        "finish": "good",
-        "start": "",
-        "resume": "",
-        "sampler": "",
-        "update": "",
-    }
+    tones = {"exception": "bad", "stopped": "bad", "finish": "good"}
+    tones |= dict.fromkeys(("start", "resume", "sampler", "update"), "")
     shown = []
     for event in run.events[-EVENTS_SHOWN:]:
         kind, iteration, moment = str(event.get("kind", "")), event.get("iteration"), event.get("time")

@@ -126,13 +126,10 @@ def test_noise_on_a_norm_is_multiplicative_noise_on_the_next_matrix():
 @pytest.mark.parametrize(
     "options, match",
     [
-        ({"start": 1e-4, "end": 1e-2}, "end is larger"),
-        ({"end": 0.0}, r"AQNNoise\.end is a standard deviation.*Given: 0\.0"),
         ({"start": -1e-2, "end": -2e-2}, r"AQNNoise\.start .*Given: -0\.01"),
         ({"start": float("nan")}, r"AQNNoise\.start .*Given: nan"),
         ({"start": float("inf")}, r"AQNNoise\.start .*Given: inf"),
         ({"num_stages": 1}, "num_stages"),
-        ({"schedule": "exponentail"}, "Did you mean 'exponential'"),
     ],
 )
 def test_a_schedule_that_cannot_be_is_refused(options, match):

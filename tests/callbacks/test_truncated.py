@@ -89,15 +89,11 @@ def test_equal_policies_leave_every_weight_exactly_one():
 @pytest.mark.parametrize(
     ("corrects", "options", "word"),
     [
-        (TruncatedIS, {"upper": 0.5}, "upper >= 1"),
-        (TruncatedIS, {"lower": 3.0}, "lower"),
         (TruncatedIS, {"lower": -0.5}, "lower"),
         (TruncatedIS, {"upper": "auto"}, "level: sequence"),
         (TruncatedIS, {"upper": "big", "level": "sequence"}, "number or auto"),
         (TruncatedIS, {"level": "sequence", "upper": "auto", "lower": 2.0}, "lower"),
         (TruncatedIS, {"level": "group"}, "level of TruncatedIS"),
-        (MaskedIS, {"lower": 3.0, "upper": 2.0}, "lower"),
-        (MaskedIS, {"upper": 0.5}, "upper >= 1"),
         (MaskedIS, {"level": "word"}, "level of MaskedIS"),
     ],
 )

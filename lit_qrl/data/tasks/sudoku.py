@@ -7,7 +7,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from lit_qrl.data.sources import check_columns, read_rows
 from lit_qrl.data.task import Row
 from lit_qrl.data.tasks.generated import GeneratedTask
 from lit_qrl.errors import ConfigError
@@ -63,26 +62,6 @@ def _peers(cell: int) -> tuple[int, ...]:
     return tuple(other for other in range(CELLS) if other != cell and shares(other))
 
 
-def read_puzzles(path: str) -> list[dict[str, Any]]:
-    """Return the rows of a file with the columns `Puzzle` and `Solution`, 16 digits each.
-
-    Raises:
-        ConfigError: the file or a column is missing, or a row is not a puzzle with its solution.
-    """
-    rows = read_rows(path)
-    check_columns(rows, ["Puzzle", "Solution"], path)
-    for number, row in enumerate(rows, start=1):
-        puzzle, solution = str(row["Puzzle"]), str(row["Solution"])
-        if len(puzzle) != CELLS or set(puzzle) - set("01234") or solution not in solutions(puzzle, limit=None):
-            raise ConfigError(
-                f"Row {number} of {path!r} is not a 4x4 Sudoku with its solution.",
-                expected="16 digits 0 to 4, and 16 digits 1 to 4 that solve them",
-                given=f"{puzzle}, {solution}",
-                remedy="Keep the columns as text, since numbers lose leading zeros.",
-            )
-    return rows
-
-
 class Sudoku(GeneratedTask):
     """Generated 4×4 Sudoku puzzles, each with its solution.
 
@@ -100,6 +79,7 @@ class Sudoku(GeneratedTask):
 
     name = "sudoku"
     reward = SudokuReward
+    columns = {"Puzzle": "16 digits 0 to 4", "Solution": "16 digits 1 to 4 that solve them"}
     public_tests = Path(__file__).with_name("sudoku_public_test.txt")
 
     def __init__(
@@ -121,8 +101,11 @@ class Sudoku(GeneratedTask):
     def key(self, row: Row) -> str:
         return row["Puzzle"]
 
-    def read(self, path: str) -> list[dict[str, Any]]:
-        return read_puzzles(path)
+    def problem(self, row: Row) -> dict[str, Any]:
+        puzzle, solution = str(row["Puzzle"]), str(row["Solution"])
+        if len(puzzle) != CELLS or set(puzzle) - set("01234") or solution not in solutions(puzzle, limit=None):
+            raise ValueError(puzzle)
+        return dict(row)
 
     def shortage(self) -> tuple[str, str]:
         return f"Sudoku puzzles with {self.empty} empty cells", "change empty, or set unique to false"
