@@ -57,7 +57,6 @@ def write(
     status: str = "",
     tiles: Sequence[Tile] = (),
     footer: str = "",
-    reload_seconds: float | None = None,
 ) -> Path:
     """Write a whole HTML document without any outside resource and return the path of its `index.html`."""
     environment = Environment(
@@ -72,7 +71,6 @@ def write(
         tiles=tiles,
         footer=footer,
         tones=TONES,
-        reload_seconds=reload_seconds,
     )
     index = folder / "index.html"
     with replacing(index) as file:  # a browser that loads it meanwhile gets the whole page

@@ -113,16 +113,6 @@ def test_small_noise_is_rounded_away_in_16_bits():
     assert logged["noise/realized_sigma"] < 1e-4
 
 
-def test_noise_on_a_norm_is_multiplicative_noise_on_the_next_matrix():
-    """QeRL eq. 10-12: (w + z) ⊙ x̂ · Wᵀ = w ⊙ x̂ · ((z/w + 1) ⊙ W)ᵀ, row-wise over input channels."""
-    torch.manual_seed(0)
-    w, z = 1 + torch.rand(8, dtype=torch.float64), 0.1 * torch.randn(8, dtype=torch.float64)
-    normalized, matrix = torch.randn(5, 8, dtype=torch.float64), torch.randn(3, 8, dtype=torch.float64)
-    noisy_norm = ((w + z) * normalized) @ matrix.T
-    noisy_matrix = (w * normalized) @ (matrix * (z / w + 1)).T
-    torch.testing.assert_close(noisy_norm, noisy_matrix, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize(
     "options, match",
     [
