@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint
@@ -233,7 +233,7 @@ def _tell(path: Path) -> None:
     print(f"Writing the last iteration's checkpoint: {shown(path)}", flush=True)
 
 
-class _StagedIO(CheckpointIO):
+class _StagedIO(TorchCheckpointIO):
     """Hands what Lightning would write to the background."""
 
     def __init__(self, files: CheckpointFiles, targets: list[Path]) -> None:
@@ -241,12 +241,6 @@ class _StagedIO(CheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         self.files.save(checkpoint, self.targets)
-
-    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        raise NotImplementedError("It is made for one save.")
-
-    def remove_checkpoint(self, path: Any) -> None:
-        raise NotImplementedError("It is made for one save.")
 
 
 @contextmanager

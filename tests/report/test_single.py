@@ -119,13 +119,6 @@ def test_a_run_that_was_cut_anywhere_has_a_page(make_run):
     read(render(folder))
 
 
-def test_rendering_again_replaces_the_page(make_run, without_plots):
-    folder = make_run(iterations=1)
-    before = render(folder).read_text()
-    make_run(iterations=3)
-    assert render(folder).read_text() != before
-
-
 def test_a_missing_folder_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere"):
         render(tmp_path / "nowhere")

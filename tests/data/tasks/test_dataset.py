@@ -155,10 +155,8 @@ def test_row_filter(tmp_path):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"prompt_column": "problem"}, r"no column 'problem'.*question, answer"),
         ({"answer_column": "anwser"}, r"no column 'anwser'.*Did you mean 'answer'"),
         ({"evaluation_size": 20}, r"leaves none to train on.*below its 20 rows"),
-        ({"evaluation_path": "nowhere.jsonl"}, "does not exist"),
     ],
 )
 def test_what_setup_refuses(path, options, message):
