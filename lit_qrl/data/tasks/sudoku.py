@@ -1,16 +1,17 @@
 """4×4 Sudoku with generated puzzles."""
 
-import itertools
 import random
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Mapping
 from functools import cache
+from itertools import permutations, product
 from pathlib import Path
 from typing import Any, Literal
 
 from lit_qrl.data.task import Row
 from lit_qrl.data.tasks.generated import GeneratedTask
 from lit_qrl.errors import ConfigError
-from lit_qrl.rewards.puzzles import SudokuReward
+from lit_qrl.rewards.puzzles import SudokuReward, is_solved
 
 CELLS = 16
 
@@ -28,7 +29,9 @@ def solved_grids() -> tuple[str, ...]:
     >>> len(solved_grids()), solved_grids()[0]
     (288, '1234341221434321')
     """
-    return tuple(solutions("0" * CELLS, limit=None))
+    rows = ["".join(row) for row in permutations("1234")]
+    halves = [one + other for one, other in product(rows, repeat=2) if len({*one[:2], *other[:2]}) == 4]
+    return tuple(upper + lower for upper, lower in product(halves, repeat=2) if is_solved(upper + lower))
 
 
 def solutions(puzzle: str, limit: int | None = 2) -> list[str]:
@@ -37,29 +40,18 @@ def solutions(puzzle: str, limit: int | None = 2) -> list[str]:
     >>> solutions("1234341221434320"), len(solutions("0" * 16, limit=None))
     (['1234341221434321'], 288)
     """
-    return list(itertools.islice(_solve(puzzle), limit))
-
-
-def _solve(grid: str) -> Iterable[str]:
-    empty = grid.find("0")
-    if empty < 0:
-        yield grid
-        return
-    taken = {grid[other] for other in _peers(empty)}
-    for digit in "1234":
-        if digit not in taken:
-            yield from _solve(grid[:empty] + digit + grid[empty + 1 :])
+    given = [_holding()[cell] for cell in enumerate(puzzle) if cell[1] != "0"]
+    return [solved_grids()[number] for number in sorted(set(range(len(solved_grids()))).intersection(*given))][:limit]
 
 
 @cache
-def _peers(cell: int) -> tuple[int, ...]:
-    """Return the cells of the same row, column and box."""
-
-    def shares(other: int) -> bool:
-        (row, column), (r, c) = divmod(cell, 4), divmod(other, 4)
-        return row == r or column == c or (row // 2, column // 2) == (r // 2, c // 2)
-
-    return tuple(other for other in range(CELLS) if other != cell and shares(other))
+def _holding() -> Mapping[tuple[int, str], set[int]]:
+    """Return by cell and digit the numbers of the solved grids that have it there."""
+    found = defaultdict[tuple[int, str], set[int]](set)
+    for number, grid in enumerate(solved_grids()):
+        for cell in enumerate(grid):
+            found[cell].add(number)
+    return found
 
 
 class Sudoku(GeneratedTask):
