@@ -81,7 +81,7 @@ test-slow: $(VENV)/.vllm $(VENV)/.environments  ## run the tests that take minut
 test-vllm: $(VENV)/.vllm  ## install the CPU build of vLLM and run the tests that use it (VLLM=0.26.0 for another one)
 	@OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 -m 'vllm and not gpu and not slow' $(ARGS)
 
-evidence: $(VENV)/.base  ## run the studies of docs/evidence.md and make its tables and figures (ARGS="--report" for these alone)
+evidence: $(VENV)/.base  ## run the studies of docs/studies/evidence.md and make its tables and figures (ARGS="--report" for these alone)
 	@OMP_NUM_THREADS=1 $(BIN)/python examples/evidence.py $(ARGS)
 
 docs: $(VENV)/.docs  ## build the pages into out/docs; links that lead nowhere fail

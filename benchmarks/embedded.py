@@ -14,12 +14,10 @@ vllm      `VLLMEngine`, CUDA graphs without compilation: all completions, in a p
           the lines below
 peaked    the same of a model whose final norm is so large that it draws nearly greedily and falls into repetitions
 long      the same with prompts of 3500 tokens and completions of 256
-speculative, peaked_speculative     with `speculative: 3`: where proposals are never accepted, and where they mostly are
-long_fp8_cache                      with `kv_cache_dtype: fp8`
 profile   kernels of the steps of `graphs`, and the share of the time in which the GPU runs any
 
 `|d|` is the mean |log-ratio| of a few completions to the model's own forward pass; random weights amplify last bits
-(docs/rollout.md), so lines are compared with each other. `--tiny` tries every line but vLLM's on a CPU.
+(docs/studies/rollout.md), so lines are compared with each other. `--tiny` tries every line but vLLM's on a CPU.
 """
 
 import argparse
@@ -50,9 +48,6 @@ VLLM: dict[str, dict[str, Any]] = {
     "vllm": {},
     "peaked": {},
     "long": {},
-    "speculative": {"speculative": 3},
-    "peaked_speculative": {"speculative": 3},
-    "long_fp8_cache": {"kv_cache_dtype": "fp8"},
 }
 """The lines of vLLM, and arguments of its engine; those with the same follow each other and share one."""
 LINES = ("graphs", "fp8_row", "uneven", "launched", "generate", *VLLM, "profile")

@@ -1,6 +1,7 @@
 """Where a learner and its vLLM sampler differ by a bit: module by module, on one GPU.
 
     python benchmarks/exactness.py ops                              # vLLM's kernels alone: does a row depend on others?
+    python benchmarks/exactness.py kernels                          # which kernels of both sides give the same bits
     python benchmarks/exactness.py engine --shape 1.5b --format bf16 --modules      # an engine against the learner
     python benchmarks/exactness.py engine --shape 1.5b --format fp8_row --off       # the same without the switch
     python benchmarks/exactness.py all --out FOLDER --jobs "ops" "engine --shape tiny --format bf16 --modules"
@@ -279,6 +280,160 @@ def ops(args: argparse.Namespace) -> None:
         show("same", name="scaled_fp8_quant: ours", error=f"{type(error).__name__}: {error}"[:200])
 
 
+# ------------------------------------------------------------------------------------------------------------- kernels
+
+
+def kernels(args: argparse.Namespace) -> None:
+    """Compare, kernel by kernel, what `same_kernels` takes to be equal on both sides."""
+    import torch
+    from torch.nn import functional as F
+    from transformers import Qwen2Config
+    from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
+    from vllm import _custom_ops as vllm_ops
+
+    from lit_qrl.formats.kernels import dispatch, norm_triton, rotary_triton, tiles_triton
+    from lit_qrl.rollout.vllm.patches import on_the_cpu
+
+    torch.manual_seed(0)
+    device, dtype, many = "cuda", torch.bfloat16, 2048
+
+    def told(name: str, make: Any) -> None:
+        try:
+            show("kernels", name=name, **make())
+        except Exception as error:
+            show("kernels", name=name, error=f"{type(error).__name__}: {error}"[:160])
+            traceback.print_exc()
+
+    def apart(a: Any, b: Any) -> dict[str, Any]:
+        return {"apart": float((a != b).float().mean()), "largest": float((a.float() - b.float()).abs().max())}
+
+    def in_any_batch(kernel: Any, *inputs: Any) -> dict[str, Any]:
+        """Return whether rows of small calls have the bits of a large one."""
+        whole, differ = kernel(*inputs), []
+        for m in (1, 2, 7, 8, 16, 17, 64, 128, 255, 256, 257, 1000):
+            for start in (0, 777):
+                part = kernel(*(one[start : start + m].contiguous() for one in inputs))
+                if not part.equal(whole[start : start + m]):
+                    differ.append(m)
+        return {"differ": sorted(set(differ))}
+
+    for h, inner in ((896, 4864), (1536, 8960), (3584, 18944)):
+        x, y = (torch.randn(many, h, device=device, dtype=dtype) for _ in range(2))
+        gain = torch.rand(h, device=device, dtype=dtype) + 0.5
+        both = torch.randn(many, 2 * inner, device=device, dtype=dtype)
+
+        def normed(a: Any, b: Any, gain: Any = gain) -> Any:
+            return norm_triton.norm(a, gain, 1e-6, b)[1]
+
+        def usual(a: Any, b: Any, gain: Any = gain) -> Any:
+            a, b = a.clone(), b.clone()
+            vllm_ops.fused_add_rms_norm(a, b, gain, 1e-6)
+            return a
+
+        def gated(a: Any, inner: int = inner) -> Any:
+            out = torch.empty(len(a), inner, device=device, dtype=dtype)
+            torch.ops._C.silu_and_mul(out, a)
+            return out
+
+        def ours(a: Any, inner: int = inner) -> Any:
+            return tiles_triton.tiles(a[:, :inner], False, False, tiles_triton.GATED, other=a[:, inner:])[0]
+
+        told(f"norm {h}, ours in any batch", lambda f=normed, a=x, b=y: in_any_batch(f, a, b))
+        told(f"norm {h}, vLLM in any batch", lambda f=usual, a=x, b=y: in_any_batch(f, a, b))
+        told(f"norm {h}, ours and vLLM", lambda f=normed, g=usual, a=x, b=y: apart(f(a, b), g(a, b)))
+        told(f"gated {inner}, vLLM in any batch", lambda f=gated, a=both: in_any_batch(f, a))
+        told(f"gated {inner}, ours and vLLM", lambda f=ours, g=gated, a=both: apart(f(a), g(a)))
+        told(
+            f"FP8 rows {h}, ours and vLLM",
+            lambda a=x: apart(
+                dispatch.e4m3_tokens(a)[0].float(),
+                vllm_ops.scaled_fp8_quant(a, None, use_per_token_if_dynamic=True)[0].float(),
+            ),
+        )
+
+    for d, base in ((64, 1e6), (128, 1e6), (128, 1e4)):
+        config = Qwen2Config(hidden_size=8 * d, num_attention_heads=8, head_dim=d, rope_theta=base)
+        at = torch.arange(many, device=device)
+        mine = Qwen2RotaryEmbedding(config).to(device)(torch.zeros(1, 1, device=device, dtype=dtype), at[None])
+        q = torch.randn(many, 8, d, device=device, dtype=dtype)
+        angles = Qwen2RotaryEmbedding(config).inv_freq.to(device)
+
+        def theirs(frequencies: Any, at: Any = at) -> Any:
+            freqs = torch.einsum("i,j -> ij", at.float(), frequencies)
+            return torch.cat((freqs.cos(), freqs.sin()), dim=-1).to(dtype)
+
+        def powers(base: float = base, d: int = d) -> Any:
+            return 1.0 / (base ** (torch.arange(0, d, 2, dtype=torch.float) / d))
+
+        with torch.device(device):
+            on_device, on_cpu = powers(), on_the_cpu(powers)()
+        halves = torch.cat([one[0][:, : d // 2] for one in mine], dim=-1)
+        told(f"frequencies {d}, on the device", lambda a=angles, b=on_device: apart(a, b))
+        told(f"frequencies {d}, on the CPU", lambda a=angles, b=on_cpu: apart(a, b))
+        told(f"cosines {d}, on the device", lambda a=halves, b=on_device, f=theirs: apart(a, f(b)))
+        told(f"cosines {d}, on the CPU", lambda a=halves, b=on_cpu, f=theirs: apart(a, f(b)))
+
+        def turned(a: Any, cache: Any = halves, at: Any = at, d: int = d) -> Any:
+            out, key = a.flatten(1).clone(), a.flatten(1).clone()
+            vllm_ops.rotary_embedding(at, out, key, d, cache.contiguous(), True)
+            return out.view(a.shape)
+
+        told(
+            f"rotation {d}, ours and vLLM",
+            lambda a=q, f=turned, c=mine: apart(rotary_triton.rotate(a, *(one[0].contiguous() for one in c)), f(a)),
+        )
+
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+    for heads, key_heads, d in ((14, 2, 64), (12, 2, 128), (16, 8, 128), (8, 8, 96), (8, 4, 256)):
+        n, page = 600, 16
+        q = torch.randn(n, heads, d, device=device, dtype=dtype)
+        k, v = (torch.randn(n, key_heads, d, device=device, dtype=dtype) for _ in range(2))
+        pages = -(-n // page)
+        order = torch.randperm(pages + 7, device=device)[:pages]
+        held = torch.zeros(2, pages + 7, page, key_heads, d, device=device, dtype=dtype)
+        for i, one in enumerate((k, v)):
+            held[i, order] = F.pad(one, (0, 0, 0, 0, 0, pages * page - n)).view(pages, page, key_heads, d)
+        table = order.int()[None]
+        starts = torch.tensor([0, n], dtype=torch.int32, device=device)
+        for version in (3, 2):
+
+            def plain(
+                q: Any = q, k: Any = k, v: Any = v, version: int = version, starts: Any = starts, n: int = n
+            ) -> Any:
+                return flash_attn_varlen_func(
+                    q, k, v, max_seqlen_q=n, cu_seqlens_q=starts, max_seqlen_k=n, cu_seqlens_k=starts, causal=True,
+                    num_splits=1, fa_version=version,
+                )  # fmt: skip
+
+            def paged(
+                queries: Any, used: list[int], lengths: list[int], least: int = 1, held: Any = held, table: Any = table,
+                version: int = version,
+            ) -> Any:  # fmt: skip
+                begin = torch.tensor([0, *lengths], device=device).cumsum(0).int()
+                return flash_attn_varlen_func(
+                    queries, held[0], held[1], max_seqlen_q=max(least, *lengths), cu_seqlens_q=begin,
+                    max_seqlen_k=max(used), seqused_k=torch.tensor(used, dtype=torch.int32, device=device),
+                    block_table=table.expand(len(used), -1).contiguous(), causal=True, num_splits=1,
+                    fa_version=version,
+                )  # fmt: skip
+
+            def tokens(batch: int, least: int, f: Any = paged, q: Any = q, n: int = n) -> Any:
+                groups = [list(range(s, min(s + batch, n))) for s in range(0, n, batch)]
+                return torch.cat([f(q[g], [i + 1 for i in g], [1] * len(g), least) for g in groups])
+
+            def pieces(f: Any = paged, q: Any = q, n: int = n) -> Any:
+                return torch.cat([f(q[s : s + 100], [s + 100], [100]) for s in range(0, n, 100)])
+
+            name = f"attention {version}: {heads}/{key_heads}x{d}"
+            ways = {"paged": lambda f=paged, q=q, n=n: f(q, [n], [n]), "pieces": pieces}
+            ways |= {f"tokens by {b}, told {t}": lambda b=b, t=t, f=tokens: f(b, t) for b in (1, 64) for t in (1, 2)}
+            for way, call in ways.items():
+                told(f"{name}, plain and {way}", lambda a=plain, b=call: apart(a(), b()))
+                if way != "paged":
+                    told(f"{name}, paged and {way}", lambda a=ways["paged"], b=call: apart(a(), b()))
+
+
 # -------------------------------------------------------------------------------------------------------------- engine
 
 
@@ -539,6 +694,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     kinds = parser.add_subparsers(dest="command", required=True)
     kinds.add_parser("ops")
+    kinds.add_parser("kernels")
     one = kinds.add_parser("engine")
     one.add_argument("--shape", choices=SHAPES, default="tiny")
     one.add_argument("--format", default="bf16")
@@ -552,7 +708,7 @@ def main() -> None:
     several.add_argument("--out", type=Path, required=True)
     several.add_argument("--timeout", type=int, default=85)
     args = parser.parse_args()
-    {"ops": ops, "engine": engine, "all": everything}[args.command](args)
+    {"ops": ops, "kernels": kernels, "engine": engine, "all": everything}[args.command](args)
 
 
 if __name__ == "__main__":

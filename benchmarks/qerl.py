@@ -30,7 +30,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from worker import measured  # beside this script
+from worker import measured, weight_bytes  # beside this script
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -525,8 +525,8 @@ def make_clock(steps: Steps, plans: list[dict[str, Any]], figures: dict[str, Any
             engine = module.data.engine
             if hasattr(engine, "llm") and not steps.args.no_raw and not rehearses(plan):
                 found["raw_seconds"] = self.raw(engine, plan)
-            if not trainer.current_epoch and hasattr(engine, "weight_bytes"):
-                figures["engine_weights_gib"] = round(engine.weight_bytes() / GIB, 3)
+            if not trainer.current_epoch and hasattr(engine, "live"):
+                figures["engine_weights_gib"] = round(weight_bytes(engine.live.model) / GIB, 3)
                 figures["engine_cache_gib"] = engine.kv_cache_gib
                 parts = module.policy.network.modules()
                 figures["borrowed_layers"] = sum(getattr(part, "stored", None) is not None for part in parts)
@@ -694,7 +694,7 @@ class Alone:
         engine.load_weights(weight_stream(self.weights(), self.format, list(self.shapes)), self.format, 0)
         engine.load_adapter(self.adapter(rank), 0)
         figures["start_seconds"] = round(time.perf_counter() - start, 1)
-        figures["engine_weights_gib"] = round(engine.weight_bytes() / GIB, 3)
+        figures["engine_weights_gib"] = round(weight_bytes(engine.live.model) / GIB, 3)
         figures["engine_cache_gib"] = engine.kv_cache_gib
         return engine
 

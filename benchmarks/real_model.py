@@ -7,7 +7,7 @@ FOLDER of the data has `train.jsonl` and `test.jsonl` with GSM8K's columns. An a
 with TRL's trainer and its vLLM in the same process. This process starts them one after another, or, with `--gpus 0 1`,
 one on each GPU at a time, reads `metrics.csv` as it grows and asks the driver for memory and load; seconds count from
 the start of the command. `--side_by_side 3` lets three share a GPU, for accuracies alone. `--draw` makes the figure of
-docs/real_model.md from what `--out` holds.
+docs/studies/real_model.md from what `--out` holds.
 """
 
 import argparse

@@ -46,7 +46,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from worker import measured  # beside this script
+from worker import measured, weight_bytes  # beside this script
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -351,7 +351,9 @@ class Bench:
         faults += receipt.compare_columns(sent, self.engine.read_columns, exact=self.format is None)
         clock.lap("columns")
         names = list(sent.receipts())
-        faults += receipt.compare_read_back(sent, self.engine.read_back, names[:: max(len(names) // 4, 1)])
+        faults += receipt.compare_receipts(
+            sent, receipt.read_receipts(self.engine.read_back, names[:: max(len(names) // 4, 1)])
+        )
         self.sync()
         clock.lap("read_back")
         self.previous, self.report, self.sent = sent.receipts(), report, sent
@@ -415,7 +417,7 @@ class Bench:
             "start_seconds": round(seconds, 1),
             "first_publish": round(self.first["all"], 3),
             "drawing_in_first_publish": 0.0 if self.kept or self.args.shape in SMALL else round(self.drawing, 3),
-            "weights_gib": round(self.engine.weight_bytes() / 2**30, 3),
+            "weights_gib": round(weight_bytes(self.engine.live.model) / 2**30, 3),
             "loaded": self.report.layers.get(next(n for n in self.report.layers if "down_proj" in n)),
         }
 

@@ -39,3 +39,13 @@ def measured(worker: list[str], timeout: float, after: list[str] | None = None) 
             figures["error"] = problem
         figures["process_seconds"] = round(time.perf_counter() - start, 1)
         return figures
+
+
+def weight_bytes(model: Any) -> int:
+    """Return the memory of all parameters and buffers, each storage counted once."""
+    sizes: dict[int, int] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.numel():
+            storage = tensor.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())

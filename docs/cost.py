@@ -1,4 +1,4 @@
-"""Write the tables of docs/scale.md on the cost beyond two GPUs: bytes that travel, and what an iteration waits for.
+"""Write the tables of docs/studies/scale.md on the cost beyond two GPUs: bytes moved, and what an iteration waits for.
 
     python docs/cost.py
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-SCALE = Path(__file__).resolve().parents[1] / "docs" / "scale.md"
+SCALE = Path(__file__).resolve().parents[1] / "docs" / "studies" / "scale.md"
 MOVED, BOUND = (f"<!-- docs/cost.py writes {what} -->\n" for what in ("what moves", "what bounds"))
 END = "<!-- end -->\n"
 

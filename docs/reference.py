@@ -26,7 +26,7 @@ def page(room: str, modules: list[str]) -> str:
 
 def on_config(config: Any) -> Any:
     """Put the rooms at the end of the navigation."""
-    config.nav.append({"Reference": [{room: f"reference/{room}.md"} for room in rooms()]})
+    config.nav.append({"Classes and functions": [{room: f"reference/{room}.md"} for room in rooms()]})
     return config
 
 

@@ -87,7 +87,7 @@ MEASURED = (
     ("32B", Row("LoRA over nvfp4", "nvfp4"), 61.8),
     ("32B", Row("LoRA over nvfp4, shared", "nvfp4"), 38.8),
 )
-"""Peaks of the whole process in docs/qerl.md, GiB, at 8 sequences of 256 + 1024 tokens."""
+"""Peaks of the whole process in docs/studies/qerl.md, GiB, at 8 sequences of 256 + 1024 tokens."""
 
 
 @cache

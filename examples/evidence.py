@@ -1,4 +1,4 @@
-"""Everything behind docs/evidence.md by one command: its studies, and its tables and figures from their CSVs.
+"""Everything behind docs/studies/evidence.md by one command: its studies, and its tables and figures from their CSVs.
 
     python examples/evidence.py --jobs 16 --minutes 240 --gpu 0    # all studies in turn; the same command goes on
     python examples/evidence.py --missing --jobs 16 --minutes 30   # what the page calls not run, beside what it has
@@ -6,7 +6,7 @@
 
 Runs take one core and one to three minutes each, 400 in all; the study of long reasoning takes a GPU, and is left out
 without one. What there is by the end of the time is in OUT/evidence, as docs/figures/evidence, beside a page with its
-tables. `--report` writes over docs/evidence.md and its folder; `--folder` and `--page` name others.
+tables. `--report` writes over docs/studies/evidence.md and its folder; `--folder` and `--page` name others.
 """
 
 import argparse
@@ -108,7 +108,7 @@ def rebuild(folder: Path, page: Path) -> list[str]:
 
     Args:
         folder: with the CSVs, as docs/figures/evidence.
-        page: as docs/evidence.md.
+        page: as docs/studies/evidence.md.
 
     Returns:
         What the page's decisions say that its sections do not.

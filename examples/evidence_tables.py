@@ -1,4 +1,4 @@
-"""Writes the tables of docs/evidence.md from the CSVs that lie beside it, and says where the page's text disagrees.
+"""Writes the tables of docs/studies/evidence.md from its CSVs, and says where the page's text disagrees.
 
 python examples/evidence_tables.py            # from docs/figures/evidence
 python examples/evidence_tables.py --check    # change nothing; 1 where the page is not what the CSVs give
@@ -22,8 +22,8 @@ import grid_table  # noqa: E402
 import summary  # noqa: E402
 from study_report import detectable, standard_error  # noqa: E402
 
-PAGE = HERE.parent / "docs" / "evidence.md"
-SHIPPED = PAGE.parent / "figures" / "evidence"
+PAGE = HERE.parent / "docs" / "studies" / "evidence.md"
+SHIPPED = PAGE.parents[1] / "figures" / "evidence"
 BEGIN, END = "<!-- examples/evidence_tables.py writes {} -->\n", "<!-- end -->\n"
 Cells = Sequence[str]
 

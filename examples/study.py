@@ -15,6 +15,7 @@ A study is a folder with a `study.toml`:
     [parts.tis_2]
     files = ["configs/correction/tis.yaml"]      # and `config`, written to a file of its own
     [variants.strong.config]                     # chosen by --variant, in a folder of its own
+    learner = ["configs/precision/rollout_bf16.yaml"]   # after each run evaluate its weights so, not as sampled
 
 Each run is a process with one thread, in `runs/<study>/<arm>/<seed>`. A finished run is left alone, one that was cut
 goes on from its checkpoint, and one that was made with another configuration is refused. Arguments after `--` go to
@@ -56,10 +57,11 @@ class StudyError(Exception):
 
 @dataclass(frozen=True)
 class Part:
-    """One piece of an arm: configuration files, then a configuration of its own."""
+    """One piece of an arm: configuration files, then a configuration of its own, and a `learner` of its own."""
 
     files: tuple[str, ...] = ()
     config: dict[str, Any] = field(default_factory=dict)
+    learner: Sequence[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ class Study:
         baseline: the arm that the others are compared with.
         groups: for each row of the figure patterns of its arms.
         panels: metrics that the figure draws; None draws the usual ones.
+        learner: configuration files with which a finished run's weights are evaluated; none evaluates nothing.
         power: what must be seen for the study to have an answer: `arm`, `accuracy_loss`, `abs_log_ratio`.
     """
 
@@ -89,17 +92,19 @@ class Study:
     groups: dict[str, list[str]]
     panels: list[str] | None
     power: dict[str, Any]
+    learner: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run: its arm and seed, its folder, and the arguments of `lit-qrl`."""
+    """One run: its arm and seed, its folder, the arguments of `lit-qrl`, and those of its evaluation afterwards."""
 
     arm: str
     seed: int
     folder: Path
     arguments: tuple[str, ...]
     fingerprint: str
+    learner: tuple[str, ...] = ()
 
     @property
     def state(self) -> str:
@@ -139,9 +144,13 @@ def load(folder: Path, variant: str | None = None) -> Study:
     except tomllib.TOMLDecodeError as error:
         raise StudyError(f"{path} is not TOML: {error}.") from error
     known = ["base", "config", "parts", "arms", "seeds", "baseline", "variants", "groups", "panels", "power"]
+    known += ["learner"]
     for key in given.keys() - set(known):
         raise StudyError(f"{path} has an unknown key {key!r}. {nearest(key, known)}")
-    parts = {name: Part(tuple(one.get("files", ())), one.get("config", {})) for name, one in given["parts"].items()}
+    parts = {
+        name: Part(tuple(one.get("files", ())), one.get("config", {}), one.get("learner"))
+        for name, one in given["parts"].items()
+    }
     arms = {}
     for name in (name for pattern in given["arms"] for name in expand(pattern)):
         arms[name] = tuple(name.split("+"))
@@ -159,7 +168,8 @@ def load(folder: Path, variant: str | None = None) -> Study:
     for arm in filter(None, (baseline, power.get("arm"))):
         if arm not in arms:
             raise StudyError(f"{arm!r} is not an arm. {nearest(arm, list(arms))}")
-    for file in [*given["base"], *(file for part in parts.values() for file in part.files)]:
+    learner = tuple(given.get("learner", ()))
+    for file in [*given["base"], *learner, *(file for part in parts.values() for file in part.files)]:
         if not (ROOT / file).is_file():
             raise StudyError(f"The configuration {file} does not exist.")
     return Study(
@@ -176,6 +186,7 @@ def load(folder: Path, variant: str | None = None) -> Study:
         },
         panels=given.get("panels"),
         power=power,
+        learner=learner,
     )
 
 
@@ -210,12 +221,20 @@ def plan(
                 files += [*study.parts[name].files, *([written[name]] if name in written else [])]
             settings = ["--seed_everything", str(seed), "--trainer.enable_progress_bar", "false", *extra]
             folder = out / arm / str(seed)
-            arguments = ["fit", *(word for file in files for word in ("--config", str(file))), *settings]
-            arguments += ["--trainer.default_root_dir", str(folder), "--resume_if_possible", "true"]
+            mine = [*settings, "--trainer.default_root_dir", str(folder)]
+            arguments = ["fit", *_configs(files), *mine, "--resume_if_possible", "true"]
+            after = [one for name in study.arms[arm] if (one := study.parts[name].learner) is not None] or [
+                study.learner
+            ]
+            learner = ["validate", *_configs([*files, *after[-1]]), *mine, "--ckpt_path", "last"]
             contents = [yaml.safe_load((ROOT / file).read_text()) for file in files]
             fingerprint = hashlib.sha256(json.dumps([contents, settings]).encode()).hexdigest()
-            jobs.append(Job(arm, seed, folder, tuple(arguments), fingerprint))
+            jobs.append(Job(arm, seed, folder, tuple(arguments), fingerprint, tuple(learner) if after[-1] else ()))
     return jobs
+
+
+def _configs(files: Sequence[str | Path]) -> list[str]:
+    return [word for file in files for word in ("--config", str(file))]
 
 
 def run_all(jobs: Sequence[Job], parallel: int = 1) -> list[Job]:
@@ -261,8 +280,11 @@ def run_one(job: Job) -> tuple[int, float]:
     # One thread each: small models gain nothing from more, and results then do not depend on the number of cores.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     with (job.folder / LOG_FILE).open("a") as log:
-        command = [sys.executable, "-m", "lit_qrl.cli.main", *job.arguments]
-        code = subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=log, check=False).returncode
+        for arguments in filter(None, (job.arguments, job.learner)):
+            command = [sys.executable, "-m", "lit_qrl.cli.main", *arguments]
+            code = subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=log, check=False).returncode
+            if code:
+                break
     return code, time.perf_counter() - start
 
 

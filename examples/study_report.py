@@ -42,9 +42,9 @@ LOGARITHMIC = {"mismatch/kl_k3", "mismatch/abs_log_ratio", "mismatch/log_ratio_p
 LOGARITHMIC |= {"mismatch/ratio_max", "routing/free_kl_k3", "routing/replayed_kl_k3", *BY_POSITION}
 PHASES = ("rollout", "score", "update")
 COLUMNS = (
-    "Arm", "Seeds", "Accuracy", "against baseline", "detectable", "Reward, first third", "last third", "KL, nats",
-    "mean abs. log-ratio", "lowest ESS", "weight CV", "update KL", "entropy, last third",
-    *(f"{phase} s" for phase in PHASES),
+    "Arm", "Seeds", "Accuracy", "greedy", "learner", "against baseline", "detectable",
+    "Reward, first third", "last third", "KL, nats", "mean abs. log-ratio", "lowest ESS", "weight CV", "update KL",
+    "entropy, last third", *(f"{phase} s" for phase in PHASES),
 )  # fmt: skip
 ROUTING = {
     "routing/free_kl_k3": "KL, own routes",
@@ -101,6 +101,8 @@ def table(study: "Study", results: Sequence[Result]) -> list[str]:
                 arm,
                 str(len(all_of)),
                 spread([run.accuracy.last for run in all_of]),
+                spread([run.series("val/greedy_pass@1").last for run in all_of]),
+                spread([of_learner(run) for run in all_of]),
                 spread(gap, signed=True),
                 "–" if len(gap) < 2 else number(detectable(gap)),
                 spread([third(run.series("reward/mean"), 0) for run in all_of]),
@@ -122,7 +124,8 @@ def table(study: "Study", results: Sequence[Result]) -> list[str]:
 def verdict(study: "Study", results: Sequence[Result]) -> list[str]:
     """Return what the columns mean, and whether the study could have found what it looks for."""
     lines = [
-        "Accuracy: sampled, on held-out problems, at the end of the run. ± is the standard error over seeds. Against "
+        "Accuracy: sampled, on held-out problems, at the end of the run; learner: of the same weights in the learner's "
+        "own dtype. ± is the standard error over seeds. Against "
         "baseline: mean of the differences seed by seed; detectable: the difference that such a comparison finds with "
         "a probability of 80 % (two-sided, 5 %). KL and the rest of the mismatch: means over iterations.",
     ]
@@ -162,6 +165,12 @@ def differences(runs: dict[str, dict[int, Run]], arm: str, baseline: str | None)
     ours, theirs = runs.get(arm, {}), runs.get(baseline or "", {})
     pairs = [(ours[seed].accuracy.last, theirs[seed].accuracy.last) for seed in sorted(ours.keys() & theirs.keys())]
     return [a - b for a, b in pairs if a is not None and b is not None]
+
+
+def of_learner(run: Run) -> float | None:
+    """Return the accuracy of a run's weights as they were evaluated after it, unquantized; None where they were not."""
+    found = sorted((run.folder / "validate").glob("*"))
+    return Run(found[-1]).accuracy.last if found else None
 
 
 def third(series: Series, which: int) -> float | None:

@@ -98,6 +98,8 @@ class CausalPolicy(Described, nn.Module):
 
     batch_invariant = False
     """As the engine's, which the module passes on."""
+    attention: Callable[[Tensor, Tensor, Tensor, float | None], Tensor] | None = None
+    """Of the engine that samples, where it is to be the learner's too; None is torch's."""
     stop_token_ids: tuple[int, ...]
     """Each ends a completion."""
     ending: str
@@ -490,7 +492,7 @@ class CausalPolicy(Described, nn.Module):
 
     def _scores(self, network: Any, batch: RolloutBatch, temperature: float, *asked: bool) -> TokenScores:
         entropy, gradient, routes, divergence = asked
-        hidden, scored, own, gates = scored_hidden(network, batch, routes)
+        hidden, scored, own, gates = scored_hidden(network, batch, routes, self.attention)
         completions = batch.tokens[:, -batch.mask.shape[1] :]
         head = output_head(network)
         logprobs, entropies = token_logprobs(

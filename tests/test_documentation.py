@@ -12,6 +12,7 @@ import torch
 import yaml
 
 from lit_qrl import __version__, callbacks, objective
+from lit_qrl.functional.diagnostics import QUADRANTS
 from lit_qrl.functional.mismatch import mismatch_metrics
 from lit_qrl.functional.objective import clipped_surrogate
 from lit_qrl.loop.correction import combine
@@ -53,8 +54,8 @@ def documented(section):
 
 def test_every_mismatch_metric_is_documented_and_no_other():
     given = context()
-    by_turn = {f"{name}_turn_<i>" for name in ("abs_log_ratio", "kl_k3")}
-    assert documented("mismatch") == {*mismatch_metrics(given.learner_old, given.sampler, given.mask), *by_turn}
+    others = {f"{name}_turn_<i>" for name in ("abs_log_ratio", "kl_k3")} | {f"share_{name}" for name in QUADRANTS}
+    assert documented("mismatch") == {*mismatch_metrics(given.learner_old, given.sampler, given.mask), *others}
 
 
 def test_every_correction_metric_is_documented_and_no_other():
@@ -164,7 +165,7 @@ def test_the_table_of_layouts_is_what_the_script_computes():
 
 
 def test_the_tables_of_the_cost_are_what_the_script_computes():
-    page, cost = (DOCS / "scale.md").read_text(), script("cost")
+    page, cost = (DOCS / "studies" / "scale.md").read_text(), script("cost")
     assert "\n".join(cost.moved_lines()) in page
     assert "\n".join(cost.bound_lines()) in page
 
@@ -193,7 +194,7 @@ def test_the_costs_add_up():
 
 def test_measured_peaks_of_the_sizing_page_are_those_of_the_study():
     sizing = script("sizing")
-    qerl = (DOCS / "qerl.md").read_text()
+    qerl = (DOCS / "studies" / "qerl.md").read_text()
     peaks = re.search(r"Memory of the whole process.*?\n\n(.*?)\n\n", qerl, re.DOTALL)[1]
     rows = {cells[1].strip(): cells for cells in (line.split("|") for line in peaks.splitlines()[2:])}
     for shape, row, measured in sizing.MEASURED:

@@ -21,7 +21,6 @@ from lit_qrl.objective import DAPO, GRPO, GSPO, TBPO, DrGRPO
 from lit_qrl.policy import CausalPolicy
 from lit_qrl.precision import QATAligned
 from lit_qrl.rollout.embedded.engine import TransformersEngine
-from lit_qrl.rollout.vllm.client import RemoteEngine
 from lit_qrl.types import Correction, no_all_reduce
 from tests.tiny_run import DigitTask, build, fit, parameters_of
 
@@ -426,7 +425,6 @@ def test_metrics_are_logged_as_those_of_all_ranks(tmp_path, recwarn):
         (lambda: RolloutDataModule(DigitTask(), TransformersEngine), r"data\.engine is no .*class TransformersEngine"),
         (lambda: RolloutDataModule(DigitTask(), None), r"data\.engine is no object\. .*Given: None"),
         (lambda: RolloutDataModule("rows.jsonl", TransformersEngine()), r"data\.task is no object\. .*'rows.jsonl'"),
-        (lambda: RemoteEngine(TransformersEngine), r"data\.engine\.engine is no object\. .*class TransformersEngine"),
     ],
 )
 def test_a_name_or_a_class_in_place_of_an_object_is_refused_at_once(make, named):

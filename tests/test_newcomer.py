@@ -2,10 +2,13 @@
 
 import csv
 import json
+import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
 from lightning.pytorch.accelerators import CUDAAccelerator
 from transformers import AutoTokenizer
 
@@ -84,6 +87,50 @@ def test_chats(newcomer):
     assert samples
     assert all(any(text in one["prompt"] for text in posed) for one in samples)
     assert "reward/mean" in metrics
+
+
+def test_a_script_of_trl(newcomer):
+    """The two runs of the page: the file here, and the script where TRL is installed."""
+    write_modules(ROOT / "docs" / "from_trl.md", newcomer)
+    Path("after.yaml").write_text(*of("from_trl.md", "yaml", "# after.yaml"))
+    (shown,) = of("from_trl.md", "json")
+    rows = [{"prompt": f"{','.join(map(str, n))}={total}:", "answer": f"{n[0]}*{n[1]}+{n[2]}"} for n, total in PROBLEMS]
+    assert json.loads(shown) in rows
+    write_rows("problems.jsonl", rows)
+    metrics, samples = fit("--config", "after.yaml")
+    assert len(samples) == 4
+    assert float(metrics["reward/brief"]) == float(metrics["reward/mean"])
+    if find_spec("trl") is not None:
+        subprocess.run([sys.executable, "before.py"], check=True)
+
+
+def test_a_command_of_verl(newcomer):
+    """Rows and scores of verl's make, without a change, for a run here."""
+    write_modules(ROOT / "docs" / "from_verl.md", newcomer)
+    Path("after.yaml").write_text(*of("from_verl.md", "yaml", "# after.yaml"))
+    rows = [
+        {
+            "data_source": "openai/gsm8k",
+            "prompt": [{"role": "user", "content": f"{','.join(map(str, n))}={total}:"}],
+            "reward_model": {"style": "rule", "ground_truth": f"{n[0]}*{n[1]}+{n[2]}"},
+            "extra_info": {"index": index},
+        }
+        for index, (n, total) in enumerate(PROBLEMS)
+    ]
+    Path("gsm8k").mkdir()
+    for file, half in (("train.parquet", rows[4:]), ("test.parquet", rows[:4])):
+        Dataset.from_list(half).to_parquet(Path("gsm8k") / file)
+    small = {
+        "model.policy.model": MODEL,
+        "data.engine": "TransformersEngine",
+        "data.mini_batches": 1,
+        "data.max_prompt_tokens": 16,
+        "data.max_completion_tokens": 16,
+    }
+    given = [part for key, value in small.items() for part in (f"--{key}", str(value))]
+    metrics, samples = fit("--config", "after.yaml", *given, *with_template())
+    assert len(samples) == 4
+    assert 0 <= float(metrics["reward/score"]) == float(metrics["reward/mean"]) <= 1
 
 
 @pytest.mark.slow

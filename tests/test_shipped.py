@@ -16,7 +16,12 @@ ROOT = Path(__file__).parents[1]
 
 def test_the_wheel_holds_every_configuration_policy_and_page():
     held = {one.distribution_path for one in WheelBuilder(str(ROOT)).recurse_included_files()}
-    wanted = [*ROOT.glob("configs/**/*.yaml"), *ROOT.glob("models/*/*"), *ROOT.glob("docs/*.md")]
+    wanted = [
+        *ROOT.glob("configs/**/*.yaml"),
+        *ROOT.glob("models/*/*"),
+        *ROOT.glob("docs/*.md"),
+        *ROOT.glob("docs/studies/*.md"),
+    ]
     assert len(wanted) > 150
     shipped = {f"lit_qrl/_data/{path.relative_to(ROOT)}" for path in wanted}
     assert "lit_qrl/_data/models/tiny-countdown/model.safetensors" in shipped

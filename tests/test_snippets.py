@@ -30,7 +30,9 @@ from tests.command_line import fit_parser
 
 ROOT = Path(__file__).parents[1]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*/*.md")])
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/studies/*.md"), *ROOT.glob("examples/*/*.md")]
+)
 BLOCK = re.compile(
     r"^(?:<!-- not run: (?P<why>.+) -->\n+)?```(?P<kind>\w*)\n(?P<text>.*?)^```", re.MULTILINE | re.DOTALL
 )
@@ -122,7 +124,18 @@ def test_yaml(snippet, here):
     write_modules(snippet.page, here)
     (here / "snippet.yaml").write_text(snippet.text)
     keys = set(yaml.safe_load(snippet.text))
-    assert keys <= {"model", "data", "trainer", "publisher", "guard", "monitor", "report", "checkpoint", "config"}
+    assert keys <= {
+        "seed_everything",
+        "model",
+        "data",
+        "trainer",
+        "publisher",
+        "guard",
+        "monitor",
+        "report",
+        "checkpoint",
+        "config",
+    }
     accept(lambda: parse(f"--config={QUICKSTART}", "--config=snippet.yaml"), snippet.text)
 
 
@@ -270,15 +283,39 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(path), target
 
 
-def test_every_page_is_in_the_navigation():
+def pages_of(*wanted):
     nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
-    listed = re.findall(r"[\w/]+\.md", json.dumps(nav))
-    assert sorted(listed) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+    entries = [entry for one in nav for entry in one.items()]
+    kinds = {kind: [file for page in there for file in page.values()] for kind, there in entries if kind != "Start"}
+    kinds["Tutorials"].append("index.md")
+    return [file for kind in wanted or kinds for file in kinds[kind]]
+
+
+def test_every_page_is_in_the_navigation():
+    docs = ROOT / "docs"
+    assert sorted(pages_of()) == sorted(
+        str(path.relative_to(docs)) for path in [*docs.glob("*.md"), *docs.glob("studies/*.md")]
+    )
+    assert all(file.startswith("studies/") for file in pages_of("Studies"))
+
+
+def test_guides_are_short_and_few():
+    by_hand = [file for file in pages_of("Guides", "Reference") if file not in ("keys.md", "models.md")]
+    assert len(by_hand) <= 18
+    for file in pages_of("Guides"):
+        assert len((ROOT / "docs" / file).read_text().splitlines()) <= 200, file
+
+
+@pytest.mark.parametrize("file", ["../README.md", *pages_of("Tutorials", "Guides", "Reference")])
+def test_dates_and_hosts_stand_in_studies(file):
+    """A figure's day and machine are told once, in the study that says how it was measured."""
+    text = (ROOT / "docs" / file).read_text()
+    assert re.findall(r"20\d\d-\d\d-\d\d|AMD EPYC", text) == []
 
 
 # --------------------------------------------------------------------------------------------------- a job on a cluster
 
-JOBS = [one for one in snippets(ROOT / "docs" / "cluster.md") if "status=$?" in one.text]
+JOBS = [one for one in snippets(ROOT / "docs" / "runs.md") if "status=$?" in one.text]
 
 
 @pytest.mark.parametrize("status", [0, 2, 70, 75, 143])

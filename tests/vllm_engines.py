@@ -14,8 +14,8 @@ from lit_qrl.receipts.ledger import (
     choose,
     compare,
     compare_columns,
-    compare_read_back,
     compare_receipts,
+    read_receipts,
     share_of_bound,
 )
 from lit_qrl.types import SamplingParams
@@ -96,7 +96,7 @@ def publish(network, engine, format, version, previous=None, wire=lambda stream:
     if hasattr(engine, "read_receipts"):
         faults += compare_receipts(sent, engine.read_receipts(names))
     else:
-        faults += compare_read_back(sent, engine.read_back, names)
+        faults += compare_receipts(sent, read_receipts(engine.read_back, names))
     return faults, sent, report
 
 

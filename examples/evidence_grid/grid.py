@@ -1,4 +1,4 @@
-"""Runs the grid behind docs/evidence.md: mismatch, corrections, formats and habits, and what foretells a loss.
+"""Runs the grid behind docs/studies/evidence.md: mismatch, corrections, formats and habits, and what foretells a loss.
 
     python examples/evidence_grid/grid.py --jobs 28 --minutes 7.5 --out out/grid             # what comes first
     python examples/evidence_grid/grid.py --blocks habits int3 --before docs/figures/evidence/grid --out out/grid

@@ -140,7 +140,7 @@ def told(probability: float, start: float) -> str:
     return (
         f"The first {EARLY_ITERATIONS} iterations are like those of runs that ended {LOSS:g} or more below a bf16 "
         f"sampler with a probability of {probability:.0%}; {remedy}. "
-        f"{FITTED_ON.format(page=shipped('docs/evidence.md'))}"
+        f"{FITTED_ON.format(page=shipped('docs/studies/evidence.md'))}"
     )
 
 
@@ -158,7 +158,7 @@ def odds_of_loss(results: dict[str, dict[str, float]]) -> list[str]:
     Args:
         results: metrics by format, the learner's own arithmetic among them.
     """
-    fitted_on = FITTED_ON.format(page=shipped("docs/evidence.md"))
+    fitted_on = FITTED_ON.format(page=shipped("docs/studies/evidence.md"))
     lines = [f"Odds of a loss of {LOSS:g} or more at such a mean |d|. {fitted_on}"]
     width = max(14, *(len(title) + 2 for title in results))
     lines += [f"{'format':<{width}}" + "".join(f"{name:>12}" for name in CORRECTIONS)]

@@ -1,6 +1,6 @@
 """The odds that a low-precision sampler costs a run its accuracy, from what its beginning shows: a logistic model.
 
-`loss_models.py` beside this file has the models, fitted on runs of one small policy (docs/evidence.md).
+`loss_models.py` beside this file has the models, fitted on runs of one small policy (docs/studies/evidence.md).
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Fits what foretells a loss, by the rules of docs/evidence.md, and judges it on runs that it has not seen.
+"""Fits what foretells a loss, by the rules of docs/studies/evidence.md, and judges it on runs that it has not seen.
 
     python examples/evidence_grid/odds.py                # odds.csv, odds.md and odds.png beside the grid's runs
     python examples/evidence_grid/odds.py --write        # and the models of `loss_models.py`

@@ -1,4 +1,4 @@
-"""Runs what docs/evidence.md still calls not run, on CPUs, what decides most first: the study, then the grid.
+"""Runs what docs/studies/evidence.md still calls not run, on CPUs, what decides most first: the study, then the grid.
 
     python examples/evidence_grid/rest.py --jobs 20 --minutes 7 --out out/rest       # until the time is up
     python examples/evidence_grid/rest.py --jobs 20 --minutes 7 --out out/rest \

@@ -1,11 +1,11 @@
-"""Runs the evidence study: everything in docs/evidence.md, by one command.
+"""Runs the evidence study: everything in docs/studies/evidence.md, by one command.
 
     python examples/evidence_study/run.py --quick                                  # 3 arms, 3 seeds on 2 cores
     python examples/evidence_study/run.py --jobs 64 --minutes 9 --out out/evidence # the whole, on 64 cores
     python examples/evidence_study/run.py --report --out out/evidence              # tables and figure again
 
 A pilot comes first, on seeds of its own: it chooses learning rate and position of the dial by the rules of
-docs/evidence.md; `--rate` and `--scale` choose without it. Then come the runs that the hypotheses are about, seed by
+docs/studies/evidence.md; `--rate` and `--scale` choose without it. Then come the runs of the hypotheses, seed by
 seed, so that a study that is cut has whole seeds. At the time limit runs that go on are stopped and not counted; the
 same command goes on from their checkpoints. Results of an earlier call, from another machine, are joined by `--before`.
 """

@@ -1,4 +1,4 @@
-"""The hypotheses of docs/evidence.md, each with what the runs say of it: met, missed or not run."""
+"""The hypotheses of docs/studies/evidence.md, each with what the runs say of it: met, missed or not run."""
 
 from collections.abc import Callable, Sequence
 from statistics import fmean

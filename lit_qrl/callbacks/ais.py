@@ -28,7 +28,7 @@ class AIS(RLCallback):
         clip: C, the largest weight.
         saturation: δ, the mean |log-ratio| in nats from which the correction is in full force. 0.02 suits FP8; a
             coarser format saturates it. AIS (Appendix F) expects another value there and gives none; 0.2 for
-            INT4 was worse (docs/evidence.md).
+            INT4 was worse (docs/studies/evidence.md).
         tolerance: γ, how much the correction may widen the spread of the weighted advantages before it is damped.
         sensitivity: β, how strongly it is damped then; the paper gives no value.
         eps: ε, keeps the spread of equal advantages from dividing by 0.

@@ -13,11 +13,13 @@ from torch import Tensor
 from lit_qrl.data.environment import MultiTurnTask
 from lit_qrl.errors import ConfigError, named
 from lit_qrl.functional.diagnostics import (
+    QUADRANTS,
     accepted_by_length,
     histogram2d_by_sign,
     low_probability_share,
     mean_by_position,
     mean_by_turn,
+    quadrant_shares,
     ratio_counts,
     ratio_quantiles,
     repeated_ngrams,
@@ -89,6 +91,12 @@ class MismatchMonitor(RLCallback):
         learner, sampler, mask = measured.learner_old_logprobs, measured.sampler_logprobs, measured.mask
         metrics = mismatch_metrics(learner, sampler, mask, all_reduce=pl_module.reduce)
         pl_module.iteration.metrics.update({f"mismatch/{name}": value for name, value in metrics.items()})
+        shares = quadrant_shares(
+            log_ratio(learner, sampler, mask), mask, rollout.advantages, all_reduce=pl_module.reduce
+        )
+        pl_module.iteration.metrics.update(
+            {f"mismatch/share_{name}": share for name, share in zip(QUADRANTS, shares.unbind(), strict=True)}
+        )
         if isinstance(pl_module.data.task, MultiTurnTask):
             self._by_turn(pl_module, log_ratio(learner, sampler, mask), mask)
         rare = low_probability_share(learner, mask, rollout.advantages, all_reduce=pl_module.reduce)

@@ -26,7 +26,7 @@ from lit_qrl.network.routing import route_dtype, routers
 from lit_qrl.policy import DTYPES
 from lit_qrl.precision import QuantizedPrecision
 from lit_qrl.precision.packed_lora import PackedLoRA
-from lit_qrl.rollout import DiffusionEngine, RemoteEngine, RemoteVLLMEngine, TransformersEngine, VLLMEngine
+from lit_qrl.rollout import DiffusionEngine, RemoteVLLMEngine, TransformersEngine, VLLMEngine
 from lit_qrl.rollout.embedded.engine import SLOTS, WORD_BYTES
 from lit_qrl.rollout.embedded.sampler import EmbeddedSampler
 from lit_qrl.rollout.engine import SamplerSpec
@@ -242,7 +242,7 @@ def engine_parts(
 ) -> Iterator[Part]:
     """Yield the memory of the sampler's weights and of its key-value cache, where the learner's device has them."""
     engine, format = data.engine, spec.format
-    if isinstance(engine, (RemoteEngine, RemoteVLLMEngine)):
+    if isinstance(engine, RemoteVLLMEngine):
         return
     plain = learner.dtype
     given = getattr(engine, "dtype", None)

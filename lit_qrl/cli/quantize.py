@@ -32,7 +32,7 @@ def quantize(
 
     The output is a Hugging Face folder: vLLM and transformers load it, and `lit-qrl fit` trains an adapter over it
     (model.policy.model OUTPUT, with PackedLoRA in the same format). It appears when it is whole. Weights are rounded as
-    they are; for scales that calibration text decides (AWQ) see docs/qerl.md.
+    they are; for scales that calibration text decides (AWQ) see docs/precision.md.
 
     Args:
         model: folder with safetensors, or name on the hub.

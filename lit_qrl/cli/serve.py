@@ -64,8 +64,8 @@ def serve(
     from lit_qrl import formats
     from lit_qrl.network.structure import outline
     from lit_qrl.rollout.engine import SamplerSpec
+    from lit_qrl.rollout.vllm.addresses import read_key
     from lit_qrl.rollout.vllm.arguments import flags
-    from lit_qrl.rollout.vllm.client import read_key
     from lit_qrl.rollout.vllm.engine import DTYPES, VLLMEngine
     from lit_qrl.rollout.vllm.folder import keep, model_folder
     from lit_qrl.rollout.vllm.guard import KEY

@@ -432,7 +432,7 @@ def known_classes(key: str = "") -> list[str]:
     """Return the names that a `class_path` may have without a module path, at that key (none if unknown) or at any.
 
     >>> known_classes("data.engine")
-    ['DiffusionEngine', 'RemoteEngine', 'RemoteVLLMEngine', 'TransformersEngine', 'VLLMEngine']
+    ['DiffusionEngine', 'RemoteVLLMEngine', 'TransformersEngine', 'VLLMEngine']
     """
     return sorted(classes_at(key))
 

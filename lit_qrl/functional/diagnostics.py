@@ -239,6 +239,38 @@ def low_probability_share(
     return total / count.clamp(min=1)
 
 
+QUADRANTS = ("positive_above", "positive_below", "negative_above", "negative_below")
+"""Sign of the advantage, and whether the learner finds the token likelier than the sampler did."""
+
+
+def quadrant_shares(
+    d: Float[Tensor, "b t"],
+    mask: Bool[Tensor, "b t"],
+    advantages: Float[Tensor, " b"],
+    *,
+    all_reduce: AllReduce = no_all_reduce,
+) -> Float[Tensor, " 4"]:
+    """Return the share of Σ|d| that lies in each of `QUADRANTS`; what is left is of advantages of 0.
+
+    After TRIAGE (arXiv:2610.07043): under 4 bits tokens with a negative advantage that the learner finds less likely
+    than the sampler gather before the mismatch spreads.
+
+    Args:
+        d: "b t", nats, learner minus sampler.
+        mask: completion tokens that count.
+        advantages: " b".
+        all_reduce: makes the shares global over ranks.
+
+    >>> d = torch.tensor([[0.1, -0.1], [0.3, -0.5]])
+    >>> quadrant_shares(d, torch.ones(2, 2, dtype=torch.bool), torch.tensor([1.0, -1.0]))
+    tensor([0.1000, 0.1000, 0.3000, 0.5000])
+    """
+    d, sign = as_float(d), advantages.sign()[:, None]
+    parts = [d.abs() * (d * gap > 0) * (sign == side) for side in (1, -1) for gap in (1, -1)]
+    totals = masked_sums(mask, d.abs(), *parts, all_reduce=all_reduce)
+    return totals[2:] / totals[1].clamp(min=torch.finfo(totals.dtype).tiny)
+
+
 def router_shift(
     now: Float[Tensor, "b t layers k"], before: Float[Tensor, "b t layers k"], floor: float
 ) -> Float[Tensor, "b t"]:

@@ -243,6 +243,33 @@ def merged_tensors(layer: Any, dtype: torch.dtype | None = None) -> dict[str, Te
     return merged
 
 
+@torch.no_grad()
+def lost_in_merge(network: nn.Module, rounded: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    r"""Return the share of an adapter's update that is lost where it is summed into rounded weights.
+
+    $\sqrt{\sum \lVert r(W + \Delta W) - r(W) - \Delta W \rVert^2 / \sum \lVert \Delta W \rVert^2}$ over all adapted
+    layers, $\Delta W = s B A$. Above 1 the rounding is larger than the update; 0 where there is none yet.
+
+    Args:
+        network: the learner's, adapter layers inside.
+        rounded: what publishing makes of a weight "out in"; None rounds to the weight's own dtype.
+
+    Returns:
+        A scalar in fp32.
+    """
+    lost = kept = torch.zeros((), dtype=torch.float32)
+    for layer in network.modules():
+        base = base_of(layer)
+        if not is_adapted(layer) or not isinstance(layer, Linear) or isinstance(base, QuantizedLinear):
+            continue
+        update = torch.stack([layer.get_delta_weight(adapter).float() for adapter in layer.active_adapters]).sum(dim=0)
+        weight, make = base.weight, rounded or (lambda full, like=base.weight: full.to(like.dtype))
+        before, after = (make(one).float() for one in (weight.float(), weight.float() + update))
+        lost = lost.to(weight.device) + (after - before - update).square().sum()
+        kept = kept.to(weight.device) + update.square().sum()
+    return (lost / kept.clamp(min=torch.finfo(torch.float32).tiny)).sqrt()
+
+
 def drop_loftq(policy: Any) -> None:
     """Leave out of a parsed policy the default of `loftq_config`, which PEFT would take for a wish of the user's."""
     try:

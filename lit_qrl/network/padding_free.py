@@ -4,6 +4,7 @@ Every layer but attention works on tokens alone, so it gets the real tokens only
 once, then the completions. Attention puts the sequences together again, in buckets of similar length.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,6 +44,7 @@ class FlatBatch:
         predictors: " m", where in the flat row each scored token is predicted.
         scored: positions "m" of the scored tokens in the mask: rows, steps.
         place: "b s", where in the flat row each token of the batch is; −1 for padding and last tokens.
+        attention: causal attention of "b n heads dim" with a factor of the scores; None is torch's.
     """
 
     tokens: Tensor
@@ -54,23 +56,15 @@ class FlatBatch:
     predictors: Tensor
     scored: tuple[Tensor, Tensor]
     place: Tensor
+    attention: Callable[[Tensor, Tensor, Tensor, float | None], Tensor] | None = None
 
     def to(self, device: torch.device) -> "FlatBatch":
         """Return the layout on a device."""
         if device.type == "cpu":
             return self
+        moved = {name: getattr(self, name).to(device) for name in self.__slots__ if name not in ("buckets", "scored")}
         rows, steps = (index.to(device) for index in self.scored)
-        return FlatBatch(
-            self.tokens.to(device),
-            self.positions.to(device),
-            [bucket.to(device) for bucket in self.buckets],
-            self.index.to(device),
-            self.restored.to(device),
-            self.copies.to(device),
-            self.predictors.to(device),
-            (rows, steps),
-            self.place.to(device),
-        )
+        return FlatBatch(**moved, buckets=[bucket.to(device) for bucket in self.buckets], scored=(rows, steps))
 
     def laid_out(self, values: Tensor) -> Tensor:
         """Return "n …" of values "b s …" that are equal where rows share a prompt."""
@@ -181,17 +175,12 @@ def flatten(batch: RolloutBatch) -> FlatBatch:
     predictors = flat[rows, prompt[rows] - 1 + steps]
     place = np.full(words.shape, -1)
     place[used.nonzero()[0], source[used]] = where
-    index = np.concatenate([bucket.ravel() for bucket in buckets])
+    made = {"tokens": tokens, "positions": positions, "restored": restored, "copies": copies, "predictors": predictors}
+    made |= {"index": np.concatenate([bucket.ravel() for bucket in buckets]), "place": place}
     return FlatBatch(
-        torch.from_numpy(tokens),
-        torch.from_numpy(positions),
-        [torch.from_numpy(bucket) for bucket in buckets],
-        torch.from_numpy(index),
-        torch.from_numpy(restored),
-        torch.from_numpy(copies),
-        torch.from_numpy(predictors),
-        (torch.from_numpy(rows), torch.from_numpy(steps)),
-        torch.from_numpy(place),
+        **{name: torch.from_numpy(numbers) for name, numbers in made.items()},
+        buckets=[torch.from_numpy(bucket) for bucket in buckets],
+        scored=(torch.from_numpy(rows), torch.from_numpy(steps)),
     )
 
 
@@ -319,6 +308,10 @@ def attend_laid_out(rows: tuple[Tensor, Tensor, Tensor], flat_batch: FlatBatch, 
     parts = zip(*(x.split(sizes) if len(sizes) > 1 else (x,) for x in rows), strict=True)
     outputs = []
     for bucket, part in zip(flat_batch.buckets, parts, strict=True):
+        if flat_batch.attention is not None:
+            q, k, v = (x.unflatten(0, bucket.shape) for x in part)
+            outputs.append(flat_batch.attention(q, k, v, scaling).flatten(0, 1))
+            continue
         q, k, v = (x.unflatten(0, bucket.shape).transpose(1, 2) for x in part)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
         outputs.append(out.transpose(1, 2).flatten(0, 1))

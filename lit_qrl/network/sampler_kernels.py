@@ -17,6 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lit_qrl.errors import ConfigError
+from lit_qrl.network.names import become
 from lit_qrl.network.padding_free import padded_attention
 from lit_qrl.network.structure import CACHE_ARGUMENTS, body
 
@@ -35,7 +36,7 @@ class SamplerKernels(Protocol):
         ...
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Return causal attention "b n heads d" over whole sequences; keys may have fewer heads."""
+        """Return causal attention "b n heads d" over whole sequences, with gradients; keys may have fewer heads."""
         ...
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -140,14 +141,9 @@ def functions_of(sampler: SamplerKernels) -> Mapping[Any, Callable[..., Tensor]]
             raise unknown("attention that is masked or has dropout")
         factor = query.shape[-1] ** -0.5 if scale is None else scale
 
-        def kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return sampler.attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), factor).transpose(1, 2)
-
-        def usual(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            grouped = q.shape[1] != k.shape[1]
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=factor, enable_gqa=grouped)
-
-        return exact(kernel, usual, query, key, value)
+        with torch._C.DisableTorchFunction():
+            q, k, v = (one.transpose(1, 2) for one in (query, key, value))
+            return sampler.attention(q, k, v, factor).transpose(1, 2)
 
     return {F.linear: linear, F.scaled_dot_product_attention: attention}
 
@@ -311,8 +307,6 @@ def kernels_adopted(network: Any) -> SamplerKernels | None:
 
 
 def _become(module: nn.Module, kind: type[ExactModule], kernels: SamplerKernels) -> None:
-    if not isinstance(module, kind):
-        own = type(module)
-        module.__class__ = type(own.__name__, (kind, own), {"__module__": own.__module__})
+    become(module, kind)
     held: Any = module
     held.sampler_kernels = kernels

@@ -21,8 +21,8 @@ from lit_qrl.receipts.ledger import (
     choose,
     compare,
     compare_columns,
-    compare_read_back,
     compare_receipts,
+    read_receipts,
 )
 from lit_qrl.rollout.engine import HoldsShare, LendsWeights, ReadsBack, ReadsColumns, RolloutEngine, TakesAdapter
 
@@ -124,7 +124,7 @@ class Delivery:
                 if isinstance(self.engine, ReadsReceipts):
                     faults += compare_receipts(sent, self.engine.read_receipts(few))
                 elif isinstance(self.engine, ReadsBack):
-                    faults += compare_read_back(sent, self.engine.read_back, few)
+                    faults += compare_receipts(sent, read_receipts(self.engine.read_back, few))
             if faults:
                 raise PublishError(faults, sent.version)
             self._receipts[kind] = sent.receipts()

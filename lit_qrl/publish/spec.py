@@ -254,7 +254,11 @@ def source_of(
         source = plugin.source(policy, format, exclude, head)
     else:
         source = WeightSource(policy, format, exclude, head)
-    _check(source)
+    if format is not None and not isinstance(format, Dense) and not source.aligned:  # a plugin checks its own layers
+        if source.head:
+            check_head(policy.network)
+        check_quantizable(policy.network, format.name, source.exclude)
+        check_shapes(format, source.shapes(), "publisher.exclude", source.exclude)
     return source
 
 
@@ -268,15 +272,6 @@ def trained_source(policy: Any, plugin: Any) -> WeightSource | None:
     if isinstance(plugin, PublishingPrecision) and plugin.trains_format:
         return plugin.source(policy, plugin.format)
     return None
-
-
-def _check(source: WeightSource) -> None:
-    if source.format is None or isinstance(source.format, Dense) or source.aligned:  # the plugin checked its own layers
-        return
-    if source.head:
-        check_head(source.policy.network)
-    check_quantizable(source.policy.network, source.format.name, source.exclude)
-    check_shapes(source.format, source.shapes(), "publisher.exclude", source.exclude)
 
 
 def published_apart(lora: str, config: Any, engine: RolloutEngine, plugin: Any, aligned: bool, unaligned: bool) -> bool:

@@ -374,17 +374,6 @@ def compare_columns(
     return faults
 
 
-def compare_read_back(sent: Ledger, read_back: Callable[[str], Tensor | None], names: Sequence[str]) -> list[Fault]:
-    """Return the named tensors that read back from the engine with other bits than were sent.
-
-    Args:
-        sent: the sender's ledger.
-        read_back: the engine's `read_back`: from checkpoint name to the loaded tensor, or None where it is repacked.
-        names: which tensors to read.
-    """
-    return compare_receipts(sent, read_receipts(read_back, names))
-
-
 def read_receipts(read_back: Callable[[str], Tensor | None], names: Sequence[str]) -> dict[str, TensorReceipt]:
     """Return the receipts of what reads back under the names, taken where those tensors are.
 

@@ -208,6 +208,12 @@ def _catalogue(runs: Sequence[Source]) -> list[Figure]:
                 ),
                 Panel("E|Δp|, probability", (Line("mismatch/abs_prob_diff"),), limits=(0.0, None)),
                 Panel("Effective sample size, ratio", (Line("mismatch/ess_ratio"),), limits=(None, 1.0)),
+                Panel(
+                    "Share of Σ|d|, by advantage and side",
+                    every("mismatch/share_"),
+                    limits=(0.0, 1.0),
+                    compared=False,
+                ),
                 Panel("Age of the weights that drew, iterations", (Line("rollout/age"),), limits=(0.0, None)),
             ),
         ),

@@ -8,12 +8,11 @@ if TYPE_CHECKING:
     from lit_qrl.rollout.diffusion.engine import DiffusionEngine
     from lit_qrl.rollout.embedded.engine import TransformersEngine
     from lit_qrl.rollout.engine import RolloutEngine
-    from lit_qrl.rollout.vllm.client import RemoteEngine, RemoteVLLMEngine
+    from lit_qrl.rollout.vllm.client import RemoteVLLMEngine
     from lit_qrl.rollout.vllm.engine import VLLMEngine
 
 __all__ = [
     "DiffusionEngine",
-    "RemoteEngine",
     "RemoteVLLMEngine",
     "RolloutEngine",
     "TransformersEngine",
@@ -24,7 +23,6 @@ __getattr__ = offering(
     __name__,
     {
         "DiffusionEngine": "diffusion.engine",
-        "RemoteEngine": "vllm.client",
         "RemoteVLLMEngine": "vllm.client",
         "RolloutEngine": "engine",
         "TransformersEngine": "embedded.engine",

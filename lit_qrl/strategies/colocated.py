@@ -60,17 +60,6 @@ class ColocatedStrategy(Described, SingleDeviceStrategy):
             )
         self._devices, self._root_device = devices, devices[0]
 
-    def check(self, engine: RolloutEngine) -> None:
-        """Raise `ConfigError` when the strategy would change nothing."""
-        level = sleep_level(engine)
-        if not level and not self.offload_optimizer:
-            raise ConfigError(
-                "ColocatedStrategy has nothing to do.",
-                expected="data.engine.sleep_level of 1 or 2, or offload_optimizer: true",
-                given=f"sleep_level {level} of {type(engine).__name__}, offload_optimizer: false",
-                remedy="Set one of them, or drop the strategy.",
-            )
-
     def begin_rollout(self, engine: RolloutEngine) -> None:
         """Make room, and wake the engine."""
         module: Any = self.lightning_module
@@ -109,7 +98,13 @@ def check_phases(trainer: Trainer, engine: RolloutEngine, every_n_iterations: in
     strategy, level = trainer.strategy, sleep_level(engine)
     check_strategy(strategy)
     if isinstance(strategy, ColocatedStrategy):
-        strategy.check(engine)
+        if not level and not strategy.offload_optimizer:
+            raise ConfigError(
+                "ColocatedStrategy has nothing to do.",
+                expected="data.engine.sleep_level of 1 or 2, or offload_optimizer: true",
+                given=f"sleep_level {level} of {type(engine).__name__}, offload_optimizer: false",
+                remedy="Set one of them, or drop the strategy.",
+            )
     elif level:
         raise ConfigError(
             "The engine would never sleep.",

@@ -101,7 +101,60 @@ class ShardedStrategy(Described, ModelParallelStrategy):
         Args:
             module: the `GRPOModule`.
         """
-        check_divisible(self, module)
+        policy = module.policy
+        plugin = self.precision_plugin
+        if isinstance(plugin, PublishingPrecision) and plugin.share_weights:
+            raise ConfigError(
+                f"{type(plugin).__name__} cannot share its base with the engine under ShardedStrategy, which divides "
+                "the other weights of the learner.",
+                expected="share_weights: false; the packed base is held once in each process, beside the engine's",
+                given="share_weights: true",
+                remedy="Set it to false, or trainer.strategy to ddp.",
+            )
+        if isinstance(plugin, HalfPrecision):
+            raise ConfigError(
+                "ShardedStrategy keeps the learner in fp32, and trainer.precision would make all of it 16-bit.",
+                expected="trainer.precision: null; trainer.strategy.compute_dtype says what is computed in",
+                given=plugin.precision,
+                remedy="Add --trainer.precision null.",
+            )
+        if policy.dtype not in ("auto", "fp32"):
+            raise ConfigError(
+                "ShardedStrategy keeps the learner in fp32, divided, and computes in compute_dtype.",
+                expected="model.policy.dtype: auto or fp32",
+                given=policy.dtype,
+                remedy=f"Set it, and trainer.strategy.compute_dtype to {'bf16' if policy.dtype == 'bf16' else 'fp32'}.",
+            )
+        if module.objective.kl_coefficient and (module.objective.diverges or policy.reference_config is not None):
+            raise ConfigError(
+                "ShardedStrategy divides the learner's own reference alone, and of that gives the drawn tokens' "
+                "log-probs.",
+                expected="model.policy.reference: null, and objective.kl_estimator k1, k2, k3 or k3+",
+                given=f"{getattr(policy.reference_config, 'name_or_path', None)} and {module.objective.kl_estimator}",
+                remedy="Set trainer.strategy to ddp.",
+            )
+        if policy.batch_invariant:
+            raise ConfigError(
+                "The same bits for any batch are made for whole weights, and ShardedStrategy divides them.",
+                expected="data.engine.batch_invariant: false",
+                given="true",
+                remedy="Set it, or trainer.strategy to ddp.",
+            )
+        if self.offload and self.root_device.type == "cpu":
+            raise ConfigError(
+                "trainer.self.offload moves the learner to the host, where it is already.",
+                expected="an accelerator, or offload: false",
+                given=str(self.root_device),
+            )
+        made = build_optimizer(module.optimizer, [("trial", nn.Parameter(torch.zeros(2, 2)))])
+        alone = type(made).__module__.startswith("torch.optim") and type(made).__name__ not in WHOLE_MATRICES
+        if not (alone or isinstance(made, MuonAdamW)):
+            raise ConfigError(
+                f"{type(made).__name__} may need whole matrices, and under ShardedStrategy each process has a part.",
+                expected="MuonAdamW, or one of torch that steps on each weight alone, such as torch.optim.AdamW",
+                given=type(made).__name__,
+                remedy="Set model.optimizer, or trainer.strategy to ddp.",
+            )
 
     # --------------------------------------------------------------------------------------------------------- weights
 
@@ -257,68 +310,6 @@ class ShardedStrategy(Described, ModelParallelStrategy):
                 for index, kept in saved["state"].items()
             }
             optimizer.load_state_dict({**saved, "state": state})
-
-
-def check_divisible(strategy: ShardedStrategy, module: Any) -> None:
-    """Raise `ConfigError` for what cannot be trained in parts.
-
-    Args:
-        strategy: that would divide it, with the plugin of the run.
-        module: the `GRPOModule`.
-    """
-    policy = module.policy
-    plugin = strategy.precision_plugin
-    if isinstance(plugin, PublishingPrecision) and plugin.share_weights:
-        raise ConfigError(
-            f"{type(plugin).__name__} cannot share its base with the engine under ShardedStrategy, which divides "
-            "the other weights of the learner.",
-            expected="share_weights: false; the packed base is held once in each process, beside the engine's",
-            given="share_weights: true",
-            remedy="Set it to false, or trainer.strategy to ddp.",
-        )
-    if isinstance(plugin, HalfPrecision):
-        raise ConfigError(
-            "ShardedStrategy keeps the learner in fp32, and trainer.precision would make all of it 16-bit.",
-            expected="trainer.precision: null; trainer.strategy.compute_dtype says what is computed in",
-            given=plugin.precision,
-            remedy="Add --trainer.precision null.",
-        )
-    if policy.dtype not in ("auto", "fp32"):
-        raise ConfigError(
-            "ShardedStrategy keeps the learner in fp32, divided, and computes in compute_dtype.",
-            expected="model.policy.dtype: auto or fp32",
-            given=policy.dtype,
-            remedy=f"Set it, and trainer.strategy.compute_dtype to {'bf16' if policy.dtype == 'bf16' else 'fp32'}.",
-        )
-    if module.objective.kl_coefficient and (module.objective.diverges or policy.reference_config is not None):
-        raise ConfigError(
-            "ShardedStrategy divides the learner's own reference alone, and of that gives the drawn tokens' log-probs.",
-            expected="model.policy.reference: null, and objective.kl_estimator k1, k2, k3 or k3+",
-            given=f"{getattr(policy.reference_config, 'name_or_path', None)} and {module.objective.kl_estimator}",
-            remedy="Set trainer.strategy to ddp.",
-        )
-    if policy.batch_invariant:
-        raise ConfigError(
-            "The same bits for any batch are made for whole weights, and ShardedStrategy divides them.",
-            expected="data.engine.batch_invariant: false",
-            given="true",
-            remedy="Set it, or trainer.strategy to ddp.",
-        )
-    if strategy.offload and strategy.root_device.type == "cpu":
-        raise ConfigError(
-            "trainer.strategy.offload moves the learner to the host, where it is already.",
-            expected="an accelerator, or offload: false",
-            given=str(strategy.root_device),
-        )
-    made = build_optimizer(module.optimizer, [("trial", nn.Parameter(torch.zeros(2, 2)))])
-    alone = type(made).__module__.startswith("torch.optim") and type(made).__name__ not in WHOLE_MATRICES
-    if not (alone or isinstance(made, MuonAdamW)):
-        raise ConfigError(
-            f"{type(made).__name__} may need whole matrices, and under ShardedStrategy each process has a part.",
-            expected="MuonAdamW, or one of torch that steps on each weight alone, such as torch.optim.AdamW",
-            given=type(made).__name__,
-            remedy="Set model.optimizer, or trainer.strategy to ddp.",
-        )
 
 
 def divide_packed(network: nn.Module, group: Any) -> None:

@@ -146,7 +146,7 @@ def test_tables_and_verdicts_of_the_page_follow_from_its_runs(run, tmp_path, cap
     # settings and runs are of one length, so that further runs join these
     iterations = {row.iterations for row in run.summary.read(shipped).outcomes}
     assert iterations == {run.studies.load(EXAMPLES / "evidence_study").common["common"]["trainer"]["max_epochs"]}
-    page = (EXAMPLES.parent / "docs" / "evidence.md").read_text()
+    page = (EXAMPLES.parent / "docs" / "studies" / "evidence.md").read_text()
     (collapse,) = (one for one in csv.DictReader((shipped / "tests.csv").open()) if one["arm"] == "s10+none+int4")
     assert f"−{-float(collapse['difference']):.3f} ± {float(collapse['standard_error']):.3f}" in page
 

@@ -12,7 +12,7 @@ from lit_qrl.run.event_log import log_event
 from lit_qrl.run.loggers import RunCSVLogger
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-STUDIES = ("mismatch_study", "alignment_study", "qerl_study", "mixture_study")
+STUDIES = ("real_study", "mismatch_study", "alignment_study", "qerl_study", "mixture_study")
 
 TOML = """
 base = ["configs/quickstart.yaml"]
@@ -83,7 +83,7 @@ def test_shipped_studies_have_the_arms_of_their_question(study):
     assert {"aligned+qat_nvfp4", "quickstart+int4_group"} <= arms["mixture_study"]
     for name in STUDIES:
         loaded = study.load(EXAMPLES / name)
-        assert loaded.seeds == 5
+        assert loaded.seeds == (3 if name == "real_study" else 5)
         drawn = {pattern for patterns in loaded.groups.values() for pattern in patterns if "*" not in pattern}
         assert drawn <= arms[name]
 
@@ -107,6 +107,18 @@ def test_plan_gives_files_in_order_and_a_folder_for_each_seed(study, small, tmp_
     assert len({job.fingerprint for job in jobs}) == 6
     part = study.plan(small, tmp_path / "out", arms=["tis*"], seeds=[1], extra=["--trainer.max_epochs", "3"])
     assert part == jobs[-1:]
+
+
+def test_a_finished_runs_weights_are_evaluated_with_the_files_of_the_study_or_of_a_part(study, tmp_path):
+    folder = tmp_path / "both"
+    folder.mkdir()
+    asked = 'learner = ["configs/precision/rollout_bf16.yaml"]\n'
+    (folder / "study.toml").write_text(asked + TOML.replace("[parts.int4]", "[parts.int4]\nlearner = []"))
+    plain, packed, _ = study.plan(study.load(folder), tmp_path / "out", seeds=[0])
+    assert plain.learner[0] == "validate"
+    assert plain.learner.count("--config") == plain.arguments.count("--config") + 1
+    assert dict(pairwise(plain.learner))["--ckpt_path"] == "last"
+    assert packed.learner == ()
 
 
 def test_planning_again_leaves_the_files_that_runs_are_reading(study, small, tmp_path):

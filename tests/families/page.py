@@ -15,24 +15,12 @@ KEPT = ROOT / "docs" / "models"
 DOCUMENT = ROOT / "docs" / "models.md"
 
 
-def keep(family: Family, engine: str, cells: dict[str, Any], folder: Path = KEPT) -> None:
+def keep(family: Family, engine: str, cells: dict[str, Any]) -> None:
     """Write a row's cells beside those that are kept already."""
-    _add(family, engine, {name: _without_nothing(asdict(one)) for name, one in cells.items()}, folder)
-
-
-def merge(folder: Path) -> int:
-    """Keep what was measured into another folder; return how many cells."""
-    rows = [(family, *row) for family in FAMILIES for row in kept(family, folder).items()]
-    for row in rows:
-        _add(*row, KEPT)
-    return sum(len(cells) for *_, cells in rows)
-
-
-def _add(family: Family, engine: str, cells: dict[str, Any], folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{family.model_type}.json"
+    path = KEPT / f"{family.model_type}.json"
     row = json.loads(path.read_text()) if path.exists() else {"name": family.name, "engines": {}}
-    row["engines"][engine] = dict(sorted({**row["engines"].get(engine, {}), **cells}.items()))
+    made = {name: _without_nothing(asdict(one)) for name, one in cells.items()}
+    row["engines"][engine] = dict(sorted({**row["engines"].get(engine, {}), **made}.items()))
     path.write_text(json.dumps(row, indent=1) + "\n")
 
 
@@ -44,27 +32,25 @@ def _short(value: Any) -> Any:
     return float(f"{value:.3g}") if isinstance(value, float) else value
 
 
-def kept(family: Family, folder: Path = KEPT) -> dict[str, dict[str, dict[str, Any]]]:
+def kept(family: Family) -> dict[str, dict[str, dict[str, Any]]]:
     """Return what is kept of a family: cells by engine and name."""
-    path = folder / f"{family.model_type}.json"
+    path = KEPT / f"{family.model_type}.json"
     return json.loads(path.read_text())["engines"] if path.exists() else {}
 
 
 ENGINES = {"transformers": "TransformersEngine", "vllm": "VLLMEngine, vLLM 0.32 on a CPU"}
 HEAD = """# Models
 
-What every family does, measured with models of its architecture at the smallest size (random weights; two layers, 128
-wide). `python -m tests.families.table` measures the cells and keeps them in `docs/models/`, `--write` writes this page
-from them, and `tests/families/test_table.py` measures a part of them again, all of them in `make test-slow`.
+What works for which family of models, measured on models of each architecture at the smallest size (random weights; two
+layers, 128 wide). `python -m tests.families.table` measures the cells and keeps them in `docs/models/`; `--write`
+writes this page from them. `tests/families/test_table.py` repeats a part of them, `make test-slow` all.
 
 A format in a cell **works**: two iterations of training with two publishes far apart, each verified; the sampler's
 log-probs are within 1e-5 nats, in fp32, of a plain forward pass of transformers (eager attention, no cache, no padding)
 with the dequantized weights; an export loads in transformers to the policy's logits. In bf16 the mean is below 0.03.
 Under 8-bit activations last bits may flip a code: half of the tokens are within 1e-5, and all of them below 0.01 in the
-mean. (Mixtral in `fp8_tensor` on a host with torch 2.11, 2026-11-22: every token took the experts that it takes in the
-plain forward pass, and 8 of 32 differed by flips, in the mean 0.0028; 3 of 8 sets of weights answer to the last bit of
-what a layer reads, by up to 0.0064.) A struck-out format is **refused** in one paragraph, given below. `auto` is the
-learner's dtype, here fp32; `–` was not measured.
+mean. A struck-out format is **refused** with the message given below. `auto` is the learner's dtype, here fp32; `–` was
+not measured.
 
 A checkpoint of gpt-oss whose experts are in its own MXFP4 is read as plain weights, on every device the same ones: bit
 for bit what this project's `mxfp4` stands for.

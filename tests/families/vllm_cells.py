@@ -14,7 +14,7 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.network.adapters import merged_weights
 from lit_qrl.network.linears import check_quantizable, quantizable_linears
 from lit_qrl.network.stream import weight_stream
-from lit_qrl.receipts.ledger import PublishError, SentLedger, compare, compare_columns, compare_read_back
+from lit_qrl.receipts.ledger import PublishError, SentLedger, compare, compare_columns, compare_receipts, read_receipts
 from lit_qrl.types import SamplingParams
 from tests.families.configs import Family, random_network, sized
 from tests.networks import WORDS
@@ -83,7 +83,7 @@ def publish(network: Any, engine: Any, version: int, previous: Any = None, wire:
     report = engine.load_weights(wire(sent.watch(stream(network, engine))), format, version)
     faults = compare(sent, report.received, previous)
     faults += compare_columns(sent, engine.read_columns, exact=format is None)
-    faults += compare_read_back(sent, engine.read_back, list(sent.receipts()))
+    faults += compare_receipts(sent, read_receipts(engine.read_back, list(sent.receipts())))
     return faults, sent, report
 
 

@@ -106,6 +106,25 @@ def test_low_probability_share_equals_the_loop():
     assert float(F.low_probability_share(learner, mask, advantages.abs(), 0.3)) == 0.0
 
 
+def test_quadrant_shares_equal_the_loop_and_leave_out_advantages_of_zero():
+    learner, sampler, mask, advantages = rows()
+    advantages = torch.where(torch.arange(len(advantages)) == 0, 0.0, advantages)
+    d = torch.where(mask, learner - sampler, 0.0)
+    with no_host_sync():
+        got = F.quadrant_shares(d, mask, advantages)
+    sums = dict.fromkeys(F.QUADRANTS, 0.0)
+    for row, m, a in zip(d, mask, advantages.tolist(), strict=True):
+        for x in row[m].tolist():
+            if a and x:
+                sums[f"{'positive' if a > 0 else 'negative'}_{'above' if x > 0 else 'below'}"] += abs(x)
+    total = float(d.abs().sum())
+    assert got.tolist() == pytest.approx([sums[name] / total for name in F.QUADRANTS], rel=1e-5)
+    assert float(got.sum()) < 1
+    parts = Ranks(2).run(lambda r, f: F.quadrant_shares(d[r::2], mask[r::2], advantages[r::2], all_reduce=f))
+    torch.testing.assert_close(parts[0], got)
+    assert F.quadrant_shares(torch.zeros_like(d), mask, advantages).tolist() == [0, 0, 0, 0]
+
+
 def test_ratio_quantiles_equal_those_of_the_sorted_values():
     generator = torch.Generator().manual_seed(0)
     d = 0.1 * torch.randn(20, 50, generator=generator)

@@ -13,7 +13,7 @@ from lit_qrl.publish.spec import published_apart
 from lit_qrl.receipts.ledger import PublishReport
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.engine import RolloutEngine
-from lit_qrl.rollout.vllm.client import RemoteEngine
+from lit_qrl.rollout.vllm.client import RemoteVLLMEngine
 from lit_qrl.rollout.vllm.engine import VLLMEngine
 from tests.tiny_run import model_folder
 
@@ -54,8 +54,8 @@ def test_where_the_adapter_goes(options, expected):
         ({"plugin": NVFP4LoRA(share_weights=True), "aligned": False}, r"share_weights needs the plugin's own base"),
         ({"plugin": NVFP4LoRA(share_weights=True), "aligned": True}, r"no weights that a learner could share"),
         (
-            {"engine": RemoteEngine(VLLMEngine()), "plugin": NVFP4LoRA(share_weights=True), "aligned": True},
-            r"RemoteEngine keeps no weights that a learner could share.*share_weights to false",
+            {"engine": RemoteVLLMEngine(), "plugin": NVFP4LoRA(share_weights=True), "aligned": True},
+            r"RemoteVLLMEngine keeps no weights that a learner could share.*share_weights to false",
         ),
     ],
 )

@@ -12,7 +12,7 @@ from lit_qrl.publish.publisher import Publisher
 from lit_qrl.publish.spec import PublishSettings
 from lit_qrl.receipts.ledger import Fault, PublishError
 from lit_qrl.rollout.embedded.engine import TransformersEngine
-from lit_qrl.rollout.engine import EngineDiedError, Sleeps
+from lit_qrl.rollout.engine import EngineDiedError
 from lit_qrl.run.event_log import read_jsonl
 from lit_qrl.strategies import ColocatedStrategy
 from tests.tiny_run import build, fit, parameters_of
@@ -217,12 +217,6 @@ def test_a_hang_leaves_a_diary_and_a_report(tmp_path, quick_plots):
     trainer.fit(module, datamodule=data)
     assert [event["message"] for event in events(tmp_path, "engine_hung")] == ["The engine hangs."]
     assert (tmp_path / "run" / "report" / "index.html").exists()
-
-
-def test_embedded_engine_is_untouched_by_all_this(tmp_path):
-    _, _, data = fit(tmp_path, trainer={"max_epochs": 1})
-    assert not isinstance(data.engine, Sleeps)
-    assert events(tmp_path, "engine_died") == []
 
 
 def repeat(folder, *errors, retries=0):

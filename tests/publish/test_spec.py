@@ -105,11 +105,6 @@ def test_an_adapter_is_told_only_where_it_stands_beside_its_base():
     assert spec(adapter=LORA).adapter is None
 
 
-def test_a_tied_head_is_refused_before_any_weight_is_loaded():
-    with pytest.raises(ConfigError, match="would quantize the input embedding"):
-        spec(format=formats.get("fp8_row"), quantize_head=True, tied=True)
-
-
 def test_the_engine_checks_the_spec_last_and_is_told_where_it_is_not_probed(caplog):
     class Refuses(RolloutEngine):
         setup = generate = load_weights = None

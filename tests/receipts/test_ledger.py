@@ -19,7 +19,8 @@ from lit_qrl.receipts.ledger import (
     choose,
     compare,
     compare_columns,
-    compare_read_back,
+    compare_receipts,
+    read_receipts,
     share_of_bound,
 )
 
@@ -328,10 +329,10 @@ def test_read_back_finds_what_changed_after_loading():
     named = weights()
     sent, _ = ledgers(named, named)
     held = copy.deepcopy(named)
-    assert compare_read_back(sent, held.get, list(named)) == []
+    assert compare_receipts(sent, read_receipts(held.get, list(named))) == []
     held[NORM][0] += 1
-    assert [str(fault.name) for fault in compare_read_back(sent, held.get, list(named))] == [NORM]
-    assert compare_read_back(sent, lambda name: None, list(named)) == []
+    assert [str(fault.name) for fault in compare_receipts(sent, read_receipts(held.get, list(named)))] == [NORM]
+    assert compare_receipts(sent, read_receipts(lambda name: None, list(named))) == []
 
 
 def test_choice_gives_every_layer_its_turn():

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from lit_qrl.functional.diagnostics import QUADRANTS
+
 
 def write_run(
     folder: Path,
@@ -43,6 +45,7 @@ def write_run(
             "mismatch/kl_k1": kl + rng.gauss(0, 0.0006),
             "mismatch/kl_k3": kl,
             "mismatch/abs_log_ratio": 3 * kl,
+            **{f"mismatch/share_{name}": 0.25 for name in QUADRANTS},
             "mismatch/abs_prob_diff": 0.01 + 2.2 * kl,
             "mismatch/ess_ratio": max(1 - 18 * kl, 0.2),
             "update/entropy": 0.9 * math.exp(-1.6 * x) + 0.08,

@@ -18,3 +18,19 @@ def install(tmp_path, monkeypatch):
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
 
     return pretend
+
+
+@pytest.fixture
+def built():
+    """Return `build_engine` of `tests.vllm_engines`, whose engines end with the test."""
+    from tests.vllm_engines import build_engine
+
+    made = []
+
+    def build(*args, **options):
+        made.append(build_engine(*args, **options))
+        return made[-1]
+
+    yield build
+    for engine in reversed(made):
+        engine.close()

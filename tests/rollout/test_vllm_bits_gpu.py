@@ -51,6 +51,27 @@ def test_the_log_ratio_of_every_token_is_zero(tmp_path, plugin):
         assert float(row["update/grad_norm"]) > 0
 
 
+def test_layers_computed_alike_leave_the_last_bits_of_the_head(tmp_path):
+    found = {}
+    for alike in (False, True):
+        folder = tmp_path / str(alike)
+        model_folder(folder / "model", head_dim=128, **SIZES)
+        _, _, data = fit(
+            folder,
+            callbacks=[AIS()],
+            format="auto",
+            policy={"dtype": "bf16"},
+            engine=engine(same_kernels=alike),
+            trainer={"accelerator": "gpu", "max_epochs": 3, "plugins": [QATAligned("fp8_row")]},
+            data={"prompts_per_iteration": 40, "group_size": 8},
+        )
+        data.engine.close()
+        with (folder / "run" / "metrics.csv").open() as file:
+            found[alike] = [float(row["mismatch/kl"]) for row in csv.DictReader(file) if row["mismatch/kl"]]
+    assert len(found[True]) == 3
+    assert sum(found[True]) < sum(found[False]) / 3
+
+
 @pytest.mark.parametrize("kind", ["embedded", "vllm", "invariant"])
 def test_two_deterministic_runs_are_equal_to_the_last_bit(tmp_path, kind):
     found = []

@@ -10,7 +10,6 @@ from lit_qrl.publish.probe import Probe, learner_scores
 from lit_qrl.receipts.ledger import PublishError
 from tests.vllm_engines import (
     VOCABULARY,
-    build_engine,
     disagreement,
     optimizer_step,
     publish,
@@ -52,104 +51,90 @@ def wired(changed):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_expert_is_verified_and_faults_are_named(family):
+def test_every_expert_is_verified_and_faults_are_named(family, built):
     network = mixture(family)
-    engine = build_engine(network)
+    engine = built(network)
     stack = expert_stacks(network)["model.layers.1.mlp.experts"]
     gate, up, down = (f"{stack.name}.{{}}.{leaf}.weight" for leaves in stack.parts.values() for leaf in leaves)
-    try:
-        faults, sent, report = publish(network, engine, None, 0)
+    faults, sent, report = publish(network, engine, None, 0)
+    assert faults == []
+    assert report.received.unread == []
+    experts = {f"{layer}.weight" for one in expert_stacks(network).values() for layer in one.layers()}
+    assert experts < sent.receipts().keys()
+    assert {report.layers[name] for name in experts} == {"fp32"}
+    previous = sent.receipts()
+
+    for reload in (False, True):  # along learned routes, and through vLLM's reload
+        version = 10 * (1 + reload)
+        if reload:
+            engine.live.routes, engine.live.learns_routes = None, False
+        assert (engine.live.routes is None) == reload
+        before = {name: tensor.detach().clone() for name, tensor in engine.arranged(network.named_parameters())}
+        optimizer_step(network, seed=version)
+        now = {name: tensor.detach().clone() for name, tensor in engine.arranged(network.named_parameters())}
+        frozen = [one.format(2) for one in (gate, up, down)]
+        faults = publish(network, engine, None, version, previous, wired({name: before[name] for name in frozen}))[0]
+        assert named(faults) == {("stale", name) for name in frozen}
+        half = {up.format(1): before[up.format(1)]}
+        faults = publish(network, engine, None, version + 1, previous, wired(half))[0]
+        assert named(faults) == {("stale", up.format(1))}
+        pairs = {one.format(a): now[one.format(b)] for one in (gate, up, down) for a, b in ((0, 3), (3, 0))}
+        faults = publish(network, engine, None, version + 2, previous, wired(pairs))[0]
+        assert named(faults) == {("swapped", name) for name in pairs}
+        halves = {gate.format(0): now[up.format(0)], up.format(0): now[gate.format(0)]}
+        faults = publish(network, engine, None, version + 3, previous, wired(halves))[0]
+        assert named(faults) == {("swapped", name) for name in halves}
+        for missing in (down.format(3), gate.format(3)):
+            with pytest.raises(PublishError, match=missing.split("experts.")[1].removesuffix(".weight")):
+                publish(network, engine, None, version + 4, previous, wired({missing: None}))
+        faults, sent, report = publish(network, engine, None, version + 5)
         assert faults == []
         assert report.received.unread == []
-        experts = {f"{layer}.weight" for one in expert_stacks(network).values() for layer in one.layers()}
-        assert experts < sent.receipts().keys()
-        assert {report.layers[name] for name in experts} == {"fp32"}
+        assert disagreement(network, engine) < 1e-4
         previous = sent.receipts()
-
-        for reload in (False, True):  # along learned routes, and through vLLM's reload
-            version = 10 * (1 + reload)
-            if reload:
-                engine.live.routes, engine.live.learns_routes = None, False
-            assert (engine.live.routes is None) == reload
-            before = {name: tensor.detach().clone() for name, tensor in engine.arranged(network.named_parameters())}
-            optimizer_step(network, seed=version)
-            now = {name: tensor.detach().clone() for name, tensor in engine.arranged(network.named_parameters())}
-            frozen = [one.format(2) for one in (gate, up, down)]
-            faults = publish(network, engine, None, version, previous, wired({name: before[name] for name in frozen}))[
-                0
-            ]
-            assert named(faults) == {("stale", name) for name in frozen}
-            half = {up.format(1): before[up.format(1)]}
-            faults = publish(network, engine, None, version + 1, previous, wired(half))[0]
-            assert named(faults) == {("stale", up.format(1))}
-            pairs = {one.format(a): now[one.format(b)] for one in (gate, up, down) for a, b in ((0, 3), (3, 0))}
-            faults = publish(network, engine, None, version + 2, previous, wired(pairs))[0]
-            assert named(faults) == {("swapped", name) for name in pairs}
-            halves = {gate.format(0): now[up.format(0)], up.format(0): now[gate.format(0)]}
-            faults = publish(network, engine, None, version + 3, previous, wired(halves))[0]
-            assert named(faults) == {("swapped", name) for name in halves}
-            for missing in (down.format(3), gate.format(3)):
-                with pytest.raises(PublishError, match=missing.split("experts.")[1].removesuffix(".weight")):
-                    publish(network, engine, None, version + 4, previous, wired({missing: None}))
-            faults, sent, report = publish(network, engine, None, version + 5)
-            assert faults == []
-            assert report.received.unread == []
-            assert disagreement(network, engine) < 1e-4
-            previous = sent.receipts()
-    finally:
-        engine.close()
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_experts_of_other_widths_are_verified(dtype):
+def test_experts_of_other_widths_are_verified(dtype, built):
     network = mixture(moe_intermediate_size=72)  # the CPU's kernel multiplies 96 rows of each
-    engine = build_engine(network, dtype=dtype)
-    try:
-        for version in range(3):
-            faults, _, report = publish(network, engine, None, version)
-            assert faults == []
-            assert report.received.unread == []
-            optimizer_step(network, seed=version)
-    finally:
-        engine.close()
+    engine = built(network, dtype=dtype)
+    for version in range(3):
+        faults, _, report = publish(network, engine, None, version)
+        assert faults == []
+        assert report.received.unread == []
+        optimizer_step(network, seed=version)
 
 
-def test_few_bits_beside_plain_experts():
+def test_few_bits_beside_plain_experts(built):
     format, network = sampler_format("int4_group"), mixture(dtype=torch.bfloat16)
-    engine = build_engine(network, format, spec={"exclude": ("*.experts",)})
+    engine = built(network, format, spec={"exclude": ("*.experts",)})
     probe = Probe(VOCABULARY)
-    try:
-        for version in range(2):
-            faults, _, report = publish(network, engine, format, version)
-            assert faults == []
-            assert report.received.unread == []
-            kinds = {name: kind for name, kind in report.layers.items() if "layers.0" in name and "norm" not in name}
-            plain = {name for name in kinds if "experts" in name or "gate.weight" in name}
-            assert {kinds[name] for name in plain} == {"bf16"}
-            assert {kinds[name] for name in kinds.keys() - plain} == {"int4_group"}
-            scores = learner_scores(network, probe.tokens, format, exclude=("*.experts",))
-            assert probe.compare(engine.score(probe.tokens), scores).passed
-            optimizer_step(network, seed=version, learning_rate=0.01)
-    finally:
-        engine.close()
+    for version in range(2):
+        faults, _, report = publish(network, engine, format, version)
+        assert faults == []
+        assert report.received.unread == []
+        kinds = {name: kind for name, kind in report.layers.items() if "layers.0" in name and "norm" not in name}
+        plain = {name for name in kinds if "experts" in name or "gate.weight" in name}
+        assert {kinds[name] for name in plain} == {"bf16"}
+        assert {kinds[name] for name in kinds.keys() - plain} == {"int4_group"}
+        scores = learner_scores(network, probe.tokens, format, exclude=("*.experts",))
+        assert probe.compare(engine.score(probe.tokens), scores).passed
+        optimizer_step(network, seed=version, learning_rate=0.01)
 
 
-def test_experts_beside_an_adapter_of_attention_have_kernels():
+def test_experts_beside_an_adapter_of_attention_have_kernels(built):
     network = mixture()
-    engine = build_engine(network, lora=LoraConfig(r=4, target_modules=["q_proj"]), max_lora_rank=8)
-    try:
-        assert publish(network, engine, None, 0)[0] == []
-        assert disagreement(network, engine) < 1e-5
-    finally:
-        engine.close()
+    engine = built(network, lora=LoraConfig(r=4, target_modules=["q_proj"]), max_lora_rank=8)
+    assert publish(network, engine, None, 0)[0] == []
+    assert disagreement(network, engine) < 1e-5
 
 
-def test_a_layer_is_processed_before_the_next_comes_though_vllm_waits_for_more(monkeypatch):
+def test_a_layer_is_processed_before_the_next_comes_though_vllm_waits_for_more(monkeypatch, built):
     """Some methods have parameters for experts that no checkpoint of ours fills; vLLM would hold what all got."""
     from vllm.model_executor.model_loader.reload import layerwise
 
     network, story = mixture(), []
-    engine = build_engine(network)
+    engine = built(network)
     size, process = layerwise.get_layer_size, layerwise._layerwise_process
     monkeypatch.setattr(layerwise, "get_layer_size", lambda layer: size(layer) + hasattr(layer, "w13_weight"))
 
@@ -164,15 +149,12 @@ def test_a_layer_is_processed_before_the_next_comes_though_vllm_waits_for_more(m
             story.append(name)
             yield name, tensor
 
-    try:
-        faults, _, report = publish(network, engine, None, 0, wire=told)
-        assert faults == []
-        assert report.received.unread == []
-        first, second = (index for index, one in enumerate(story) if one == "processed")
-        later = next(index for index, name in enumerate(story) if name.startswith("model.layers.1"))
-        assert "layers.0.mlp.experts" in story[first - 2]
-        assert first < later < second
-        assert "layers.1.mlp.experts" in story[second - 2]
-        assert disagreement(network, engine) < 1e-4
-    finally:
-        engine.close()
+    faults, _, report = publish(network, engine, None, 0, wire=told)
+    assert faults == []
+    assert report.received.unread == []
+    first, second = (index for index, one in enumerate(story) if one == "processed")
+    later = next(index for index, name in enumerate(story) if name.startswith("model.layers.1"))
+    assert "layers.0.mlp.experts" in story[first - 2]
+    assert first < later < second
+    assert "layers.1.mlp.experts" in story[second - 2]
+    assert disagreement(network, engine) < 1e-4

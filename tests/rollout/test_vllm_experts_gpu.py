@@ -10,8 +10,8 @@ from lit_qrl.network.linears import quantizable_layers
 from lit_qrl.network.routing import Routing, differing
 from lit_qrl.network.stream import weight_stream
 from lit_qrl.publish.probe import Probe, learner_scores
-from lit_qrl.receipts.ledger import PublishError, SentLedger, compare, compare_columns, compare_read_back
-from tests.vllm_engines import VOCABULARY, build_engine, optimizer_step, prompts, sampler_format, tiny_network
+from lit_qrl.receipts.ledger import PublishError, SentLedger, compare, compare_columns, compare_receipts, read_receipts
+from tests.vllm_engines import VOCABULARY, optimizer_step, prompts, sampler_format, tiny_network
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
 
@@ -41,7 +41,7 @@ def publish(network, engine, format, version, previous=None, wire=lambda stream:
         return error.faults, sent, None
     faults = compare(sent, report.received, previous)
     faults += compare_columns(sent, engine.read_columns, exact=format is None)
-    faults += compare_read_back(sent, engine.read_back, list(sent.receipts()))
+    faults += compare_receipts(sent, read_receipts(engine.read_back, list(sent.receipts())))
     return faults, sent, report
 
 
@@ -52,79 +52,73 @@ def probed(network, engine, format):
 
 @pytest.mark.parametrize("start", ["eager", "graphs"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_experts_are_verified_and_faults_are_named(name, start):
+def test_experts_are_verified_and_faults_are_named(name, start, built):
     network, format = mixture(), sampler_format(name)
     options = {"enforce_eager": True} if start == "eager" else {"quick_start": True}
-    engine = build_engine(network, format, gpu_memory_utilization=0.1, kv_cache_gib=1.0, **options)
+    engine = built(network, format, gpu_memory_utilization=0.1, kv_cache_gib=1.0, **options)
     layer = "model.layers.1.mlp.experts.{}.{}"
-    try:
-        kept = {}
+    kept = {}
 
-        def keeping(stream):
-            for key, tensor in stream:
-                kept[key] = tensor.clone()
-                yield key, tensor
+    def keeping(stream):
+        for key, tensor in stream:
+            kept[key] = tensor.clone()
+            yield key, tensor
 
-        faults, sent, report = publish(network, engine, format, 0, wire=keeping)
+    faults, sent, report = publish(network, engine, format, 0, wire=keeping)
+    assert faults == []
+    assert report.received.unread == []
+    assert set(report.layers.values()) <= {name, "bf16"}
+    assert probed(network, engine, format).passed
+    for version, reload in enumerate((False, True), start=1):
+        engine.live.learns_routes = not reload
+        engine.live.routes = None if reload else engine.live.routes
+        previous, before = sent.receipts(), dict(kept)
+        optimizer_step(network, seed=version, learning_rate=0.02)
+        frozen = [key for key in before if key.startswith(layer.format(3, ""))]
+        stale = {key: before[key] for key in frozen if "shape" not in key and "global" not in key}
+
+        def stays(stream, stale=stale):
+            return ((key, stale.get(key, tensor)) for key, tensor in stream)
+
+        faults, _, _ = publish(network, engine, format, 10 * version, previous, stays)
+        assert {fault.name for fault in faults if fault.kind == "stale"} == set(stale)
+
+        def lacks(stream):
+            return (one for one in stream if layer.format(5, "down_proj") not in one[0])
+
+        faults, _, _ = publish(network, engine, format, 20 * version, None, lacks)
+        assert any("5.down_proj" in str(fault) for fault in faults)
+        faults, sent, report = publish(network, engine, format, 30 * version, wire=keeping)
         assert faults == []
-        assert report.received.unread == []
-        assert set(report.layers.values()) <= {name, "bf16"}
         assert probed(network, engine, format).passed
-        for version, reload in enumerate((False, True), start=1):
-            engine.live.learns_routes = not reload
-            engine.live.routes = None if reload else engine.live.routes
-            previous, before = sent.receipts(), dict(kept)
-            optimizer_step(network, seed=version, learning_rate=0.02)
-            frozen = [key for key in before if key.startswith(layer.format(3, ""))]
-            stale = {key: before[key] for key in frozen if "shape" not in key and "global" not in key}
-
-            def stays(stream, stale=stale):
-                return ((key, stale.get(key, tensor)) for key, tensor in stream)
-
-            faults, _, _ = publish(network, engine, format, 10 * version, previous, stays)
-            assert {fault.name for fault in faults if fault.kind == "stale"} == set(stale)
-
-            def lacks(stream):
-                return (one for one in stream if layer.format(5, "down_proj") not in one[0])
-
-            faults, _, _ = publish(network, engine, format, 20 * version, None, lacks)
-            assert any("5.down_proj" in str(fault) for fault in faults)
-            faults, sent, report = publish(network, engine, format, 30 * version, wire=keeping)
-            assert faults == []
-            assert probed(network, engine, format).passed
-        torch.cuda.synchronize()
-    finally:
-        engine.close()
+    torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize("start", ["eager", "graphs"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
-def test_the_experts_that_tokens_took_come_with_them(family, start):
+def test_the_experts_that_tokens_took_come_with_them(family, start, built):
     network = mixture(family)
     options = {"enforce_eager": True} if start == "eager" else {"quick_start": True}
-    engine = build_engine(network, None, gpu_memory_utilization=0.1, kv_cache_gib=1.0, spec={"routes": True}, **options)
+    engine = built(network, None, gpu_memory_utilization=0.1, kv_cache_gib=1.0, spec={"routes": True}, **options)
     shared = prompts(1, 130)[0]
     asked = [[*shared, 5, 6], [*shared, 7], *prompts(3, 140, seed=1), shared[:3]]
-    try:
-        assert publish(network, engine, None, 0)[0] == []
-        elsewhere, near, far = [], [], []
-        for seed in (3, 4):  # again, from the prefix cache
-            for index, one in enumerate(engine.generate(asked, 3, seed=seed)):
-                tokens, routes = [*asked[index // 3], *one.token_ids], one.routed_experts
-                assert routes.shape == (len(tokens), LAYERS, CHOSEN)
-                assert (routes[:-1] < EXPERTS).all()
-                assert (routes[-1] == 255).all()
-                ids, first = torch.tensor([tokens], device="cuda"), len(asked[index // 3])
-                for given, kept in ((routes.cuda(), near), (None, far)):
-                    with torch.no_grad(), Routing(network, given) as routing:
-                        logits = network(input_ids=ids).logits[0, first - 1 : -1].float()
-                    said = logits.log_softmax(-1).gather(1, ids[0, first:, None])[:, 0].cpu()
-                    kept.append((said - torch.tensor(one.logprobs)).abs())
-                elsewhere.append(differing(routing.own.cpu(), routes)[:-1].any(1))
-        near, far, elsewhere = torch.cat(near), torch.cat(far), torch.cat(elsewhere).float().mean()
-        print(f"{family} {start}: replayed {near.mean():.4f} free {far.mean():.4f} elsewhere {elsewhere:.4f}")
-        assert elsewhere < 0.2  # bf16 on both sides
-        assert near.mean() <= far.mean() + 1e-3
-        assert near.mean() < 0.05
-    finally:
-        engine.close()
+    assert publish(network, engine, None, 0)[0] == []
+    elsewhere, near, far = [], [], []
+    for seed in (3, 4):  # again, from the prefix cache
+        for index, one in enumerate(engine.generate(asked, 3, seed=seed)):
+            tokens, routes = [*asked[index // 3], *one.token_ids], one.routed_experts
+            assert routes.shape == (len(tokens), LAYERS, CHOSEN)
+            assert (routes[:-1] < EXPERTS).all()
+            assert (routes[-1] == 255).all()
+            ids, first = torch.tensor([tokens], device="cuda"), len(asked[index // 3])
+            for given, kept in ((routes.cuda(), near), (None, far)):
+                with torch.no_grad(), Routing(network, given) as routing:
+                    logits = network(input_ids=ids).logits[0, first - 1 : -1].float()
+                said = logits.log_softmax(-1).gather(1, ids[0, first:, None])[:, 0].cpu()
+                kept.append((said - torch.tensor(one.logprobs)).abs())
+            elsewhere.append(differing(routing.own.cpu(), routes)[:-1].any(1))
+    near, far, elsewhere = torch.cat(near), torch.cat(far), torch.cat(elsewhere).float().mean()
+    print(f"{family} {start}: replayed {near.mean():.4f} free {far.mean():.4f} elsewhere {elsewhere:.4f}")
+    assert elsewhere < 0.2  # bf16 on both sides
+    assert near.mean() <= far.mean() + 1e-3
+    assert near.mean() < 0.05

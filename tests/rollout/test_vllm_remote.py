@@ -22,7 +22,6 @@ from tests.tiny_run import build, model_folder, parameters_of
 from tests.vllm_engines import (
     COMPLETION_LIMIT,
     PROMPT_LIMIT,
-    build_engine,
     one_step_behind,
     prompts,
     publish,
@@ -109,18 +108,15 @@ def refused_before_anything_was_taken(published):
 
 
 @pytest.mark.parametrize("held", ["plain"], indirect=True)
-def test_a_server_draws_and_scores_as_the_engine_in_this_process_does(held):
+def test_a_server_draws_and_scores_as_the_engine_in_this_process_does(held, built):
     state = held()
-    here, there = build_engine(state.network), state.engine
-    try:
-        for engine in (here, there):
-            assert publish(state.network, engine, None, state.version)[0] == []
-        drawn = [engine.generate(prompts(3), 2, seed=5) for engine in (here, there)]
-        assert [one.token_ids for one in drawn[0]] == [one.token_ids for one in drawn[1]]
-        assert {one.version for one in drawn[1]} == {state.version}
-        assert torch.allclose(here.score(prompts(1))[0], there.score(prompts(1))[0], atol=1e-5)
-    finally:
-        here.close()
+    here, there = built(state.network), state.engine
+    for engine in (here, there):
+        assert publish(state.network, engine, None, state.version)[0] == []
+    drawn = [engine.generate(prompts(3), 2, seed=5) for engine in (here, there)]
+    assert [one.token_ids for one in drawn[0]] == [one.token_ids for one in drawn[1]]
+    assert {one.version for one in drawn[1]} == {state.version}
+    assert torch.allclose(here.score(prompts(1))[0], there.score(prompts(1))[0], atol=1e-5)
 
 
 @pytest.mark.parametrize("held", ["plain"], indirect=True)
@@ -128,7 +124,7 @@ def test_what_a_run_left_half_sent_is_given_up_when_the_next_comes(held):
     state = held()
     engine, (server,) = state.engine, state.engine.servers
     engine._start_update()
-    engine._send(iter([[(faults.NORM, state.old[faults.NORM])]]), state.version, Clock())
+    engine._post_part(engine._sender.pack([(faults.NORM, state.old[faults.NORM])]), state.version, Clock())
     server.open()
     assert publish(state.network, engine, None, state.version)[0] == []
 

@@ -15,7 +15,7 @@ from tests.rollout.test_vllm_runs import build_run, table
 from tests.rollout.vllm.test_requests import Counting
 from tests.routes import MOE
 from tests.tiny_run import model_folder
-from tests.vllm_engines import COMPLETION_LIMIT, VOCABULARY, build_engine, prompts, publish
+from tests.vllm_engines import COMPLETION_LIMIT, VOCABULARY, prompts, publish
 
 pytestmark = pytest.mark.vllm
 
@@ -69,49 +69,43 @@ def check(network, prompt, one, bound):
 
 
 @pytest.mark.parametrize(("family", "pieces"), [("qwen3_moe", False), ("qwen3_moe", True), ("mixtral", True)])
-def test_learner_is_sampler_under_the_samplers_routes(family, pieces, margin):
+def test_learner_is_sampler_under_the_samplers_routes(family, pieces, margin, built):
     """With n > 1 and prompts that share their beginning, so that most of it comes from the prefix cache."""
     network = mixture(family)
     in_pieces = {"enable_chunked_prefill": True, "max_num_batched_tokens": 64, "max_num_seqs": 8}
     options = {"engine_args": in_pieces, "request_seeds": False} if pieces else {}
-    engine = build_engine(network, spec={"routes": True}, **options)
+    engine = built(network, spec={"routes": True}, **options)
     shared = prompts(1, 130)[0]
     asked = [[*shared, 5, 6], [*shared, 7], *prompts(3, 140, seed=1), shared[:3]]
-    try:
-        assert publish(network, engine, None, 0)[0] == []
-        furthest = []
-        for drawn in (engine.generate(asked, 3, seed=3), engine.generate(asked, 3, seed=4)):  # again, all cached
-            for index, one in enumerate(drawn):
-                difference, elsewhere = check(network, asked[index // 3], one, 5e-6)
-                assert not elsewhere.any()
-                furthest.append(difference)
-        margin("replayed through vLLM, |log-ratio| at most", f"{max(furthest):.1e} ({family}, {pieces=})")
-        exact = copy.deepcopy(network).double()
-        exact.set_experts_implementation("eager")  # no grouped GEMM takes fp64
-        errors = [rounding_of_both(network, exact, asked[i // 3], one) for i, one in enumerate(drawn) if i % 6 == 0]
-        learner, sampler = (max(side) for side in zip(*errors, strict=True))
-        assert max(learner, sampler) < 4e-6
-        assert 1 / 4 < learner / sampler < 4  # neither side computes something else
-        margin("from fp64, learner and vLLM at most", f"{learner:.1e}, {sampler:.1e} ({family}, {pieces=})")
-    finally:
-        engine.close()
+    assert publish(network, engine, None, 0)[0] == []
+    furthest = []
+    for drawn in (engine.generate(asked, 3, seed=3), engine.generate(asked, 3, seed=4)):  # again, all cached
+        for index, one in enumerate(drawn):
+            difference, elsewhere = check(network, asked[index // 3], one, 5e-6)
+            assert not elsewhere.any()
+            furthest.append(difference)
+    margin("replayed through vLLM, |log-ratio| at most", f"{max(furthest):.1e} ({family}, {pieces=})")
+    exact = copy.deepcopy(network).double()
+    exact.set_experts_implementation("eager")  # no grouped GEMM takes fp64
+    errors = [rounding_of_both(network, exact, asked[i // 3], one) for i, one in enumerate(drawn) if i % 6 == 0]
+    learner, sampler = (max(side) for side in zip(*errors, strict=True))
+    assert max(learner, sampler) < 4e-6
+    assert 1 / 4 < learner / sampler < 4  # neither side computes something else
+    margin("from fp64, learner and vLLM at most", f"{learner:.1e}, {sampler:.1e} ({family}, {pieces=})")
 
 
-def test_turns_of_a_conversation_and_another_sampler():
+def test_turns_of_a_conversation_and_another_sampler(built):
     network = mixture()
-    engine = build_engine(network, dtype="bf16", spec={"routes": True})
+    engine = built(network, dtype="bf16", spec={"routes": True})
     starts = prompts(4, 60)
     sampling = SamplingParams(max_tokens=COMPLETION_LIMIT, stop_token_ids=tuple(range(0, VOCABULARY, 6)))
-    try:
-        publish(network, engine, None, 0)
-        with Conversations(Counting(), [{}] * 4, starts, lambda said: [7], str, COMPLETION_LIMIT, seed=3) as talks:
-            engine.converse(talks, sampling)
-        said = talks.completions()
-        assert max(one.episode.turns for one in said) > 1
-        elsewhere = torch.cat([check(network, prompt, one, 0.5)[1] for prompt, one in zip(starts, said, strict=True)])
-        assert 0 < elsewhere.any(1).float().mean() < 0.2  # bf16 and fp32 routers differ in a few tokens
-    finally:
-        engine.close()
+    publish(network, engine, None, 0)
+    with Conversations(Counting(), [{}] * 4, starts, lambda said: [7], str, COMPLETION_LIMIT, seed=3) as talks:
+        engine.converse(talks, sampling)
+    said = talks.completions()
+    assert max(one.episode.turns for one in said) > 1
+    elsewhere = torch.cat([check(network, prompt, one, 0.5)[1] for prompt, one in zip(starts, said, strict=True)])
+    assert 0 < elsewhere.any(1).float().mean() < 0.2  # bf16 and fp32 routers differ in a few tokens
 
 
 def test_a_run_replays_what_vllm_took(tmp_path):

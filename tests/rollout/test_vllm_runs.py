@@ -11,9 +11,7 @@ from peft import LoraConfig
 
 from lit_qrl.callbacks import AQNNoise, RLCallback, TruncatedIS
 from lit_qrl.cli.main import main
-from lit_qrl.errors import StoppedError
 from lit_qrl.precision import NVFP4LoRA, QATAligned
-from lit_qrl.receipts.ledger import PublishError
 from lit_qrl.run.event_log import read_jsonl
 from tests import vllm_cpu_shim
 from tests.evaluations import Distance
@@ -190,61 +188,6 @@ def test_an_engine_that_dies_twice_is_built_again_and_the_run_is_the_same(tmp_pa
     assert len(messages) == 2
     assert "MemoryError: out of memory (restart 1 of 2)" in messages[0]
     assert "one step took longer than 20 s (restart 1 of 2)" in messages[1]
-
-
-def test_an_engine_that_cannot_load_ends_the_run_with_a_checkpoint(tmp_path, monkeypatch):
-    from lit_qrl.rollout.vllm.live_model import LiveModel
-
-    trainer, module, data, _ = build_run(tmp_path, publisher={"max_restarts": 1})
-    take, calls = LiveModel.take, [0]
-
-    def failing(live, tensors):
-        calls[0] += 1
-        if calls[0] > 1:
-            raise RuntimeError("the device is gone")
-        take(live, tensors)
-
-    monkeypatch.setattr(LiveModel, "take", failing)
-    with pytest.raises(StoppedError, match=r"the device is gone \(1 restarts did not help\).*last\.ckpt"):
-        trainer.fit(module, datamodule=data)
-    assert calls[0] == 3
-    assert (tmp_path / "run" / "checkpoints" / "last.ckpt").is_file()
-    assert data.engine.llm is None  # memory and folder are free
-
-
-@pytest.mark.parametrize("on_fault", ["retry", "stop"])
-def test_a_garbled_publish_is_repeated_or_stops_the_run_as_configured(tmp_path, monkeypatch, on_fault):
-    from lit_qrl.rollout.vllm.engine import VLLMEngine
-
-    original = VLLMEngine.load_weights
-
-    def garbled(engine, tensors, format, version):
-        wrong = version == 1 and not events(tmp_path, "publish_fault")
-        return original(engine, ((n, t * 1.001 if wrong and n == NORM else t) for n, t in tensors), format, version)
-
-    monkeypatch.setattr(VLLMEngine, "load_weights", garbled)
-    trainer, module, data, watch = build_run(tmp_path, publisher={"on_fault": on_fault})
-    if on_fault == "stop":
-        with pytest.raises(PublishError, match=f"different: {NORM}"):
-            trainer.fit(module, datamodule=data)
-        assert watch.versions == [0]
-    else:
-        trainer.fit(module, datamodule=data)
-        assert watch.versions == [0, 1, 2]
-    (event,) = events(tmp_path, "publish_fault")
-    assert "different" in event["faults"]
-    assert event["iteration"] == 2
-
-
-def test_a_mistake_in_a_callback_is_not_taken_for_a_death(tmp_path):
-    class Broken(RLCallback):
-        def on_publish(self, trainer, module, name, tensor):
-            raise RuntimeError("a mistake of the user's own")
-
-    trainer, module, data, _ = build_run(tmp_path, callbacks=[Broken()])
-    with pytest.raises(RuntimeError, match="user's own"):
-        trainer.fit(module, datamodule=data)
-    assert events(tmp_path, "engine_died") == []
 
 
 # ------------------------------------------------------------------------------------------------------- the quickstart

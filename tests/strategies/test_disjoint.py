@@ -1,5 +1,6 @@
 from types import SimpleNamespace
 
+import pytest
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
 
 from lit_qrl.publish.spec import learners
@@ -11,11 +12,12 @@ def trainer(accelerator, **changes):
     return SimpleNamespace(accelerator=accelerator, **{**given, **changes})
 
 
-def test_the_learners_gpus_are_those_of_its_host():
-    found = learners(trainer(CUDAAccelerator()))
-    assert found == Learners(devices=(0, 2), local=(1, 2), whole=(3, 4))
-
-
-def test_a_learner_on_cpus_has_no_gpu():
-    found = learners(trainer(CPUAccelerator(), world_size=1, num_nodes=1, local_rank=0, global_rank=0))
-    assert found == Learners()
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (trainer(CUDAAccelerator()), Learners(devices=(0, 2), local=(1, 2), whole=(3, 4))),
+        (trainer(CPUAccelerator(), world_size=1, num_nodes=1, local_rank=0, global_rank=0), Learners()),
+    ],
+)
+def test_the_learners_gpus_are_those_of_its_host_and_none_on_cpus(given, expected):
+    assert learners(given) == expected

@@ -1,6 +1,7 @@
 import queue
 import socket
 import threading
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from lit_qrl.callbacks import TruncatedIS
 from lit_qrl.errors import ConfigError, StoppedError
 from lit_qrl.strategies import peers
-from lit_qrl.strategies.peers import Meeting, Peers, PeerWatch, check_same, gather_objects, settings, several_processes
+from lit_qrl.strategies.peers import Meeting, Peers, PeerWatch, check_same, settings
 from tests.tiny_run import build
 from tests.two_processes import free_ports
 
@@ -17,6 +18,15 @@ from tests.two_processes import free_ports
 def alone(monkeypatch):
     for name in ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
+
+
+def at_once(*calls):
+    """Make calls of several processes, which stand for each other in this one, at the same time."""
+    threads = [threading.Thread(target=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
 
 
 # -------------------------------------------------------------------------------------------------------- the meeting
@@ -30,11 +40,7 @@ def met(size, given):
         here = Meeting("127.0.0.1", port, rank, size)
         found[rank] = [here.exchange(given(rank)), here.exchange(rank)]
 
-    threads = [threading.Thread(target=come, args=(rank,)) for rank in reversed(range(size))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    at_once(*(partial(come, rank) for rank in reversed(range(size))))
     return found
 
 
@@ -79,20 +85,8 @@ def test_under_torchrun_no_process_holds_the_store(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     found = {}
     port = int(agent._place.rpartition(":")[2])
-    threads = [
-        threading.Thread(target=lambda r=r: found.update({r: Meeting("127.0.0.1", port, r, 2).exchange(r)}))
-        for r in range(2)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    at_once(*(lambda r=r: found.update({r: Meeting("127.0.0.1", port, r, 2).exchange(r)}) for r in range(2)))
     assert found == {0: [0, 1], 1: [0, 1]}
-
-
-def test_a_process_by_itself_gathers_its_own():
-    assert not several_processes()
-    assert gather_objects({"a": 1}) == [{"a": 1}]
 
 
 def test_settings_that_differ_are_named_with_their_ranks():
@@ -136,11 +130,7 @@ def connected(size):
             address.put(value)
         return [value]
 
-    threads = [threading.Thread(target=watch.start, args=(rank, size, exchange)) for rank, watch in enumerate(watches)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
+    at_once(*(partial(watch.start, rank, size, exchange) for rank, watch in enumerate(watches)))
     return watches, told
 
 

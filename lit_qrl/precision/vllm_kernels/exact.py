@@ -1,14 +1,68 @@
 """The kernels of vLLM's batch-invariant mode for a dense decoder, as the learner calls them.
 
 They are those that an engine with `VLLM_BATCH_INVARIANT=1` computes with on a GPU of compute capability 9.0: a
-persistent Triton GEMM for plain weights, FlashAttention 3 with one split of the keys, vLLM's own operators for norms,
-rotation and the gated activation, and the log-softmax of its sampler. vLLM is imported in functions only.
+persistent Triton GEMM for plain weights, FlashAttention 3 with one split of the keys, vLLM's own operators for rotation
+and the gated activation, the learner's norm, and the log-softmax of its sampler. vLLM is imported in functions only.
 """
 
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+class _FlashAttention(torch.autograd.Function):
+    """vLLM's forward pass, which has none back; torch's takes what it leaves: output and log of its sums."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, version: int) -> Tensor:
+        from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+        b, n, heads, _ = query.shape
+        starts = torch.arange(0, (b + 1) * n, n, dtype=torch.int32, device=query.device)
+        found: Any = flash_attn_varlen_func(
+            *(one.reshape(b * n, *one.shape[2:]) for one in (query, key, value)),
+            max_seqlen_q=n,
+            cu_seqlens_q=starts,
+            max_seqlen_k=n,
+            cu_seqlens_k=starts,
+            softmax_scale=scale,
+            causal=True,
+            num_splits=1,
+            fa_version=version,
+            return_softmax_lse=True,
+        )
+        out = found[0].view(query.shape)
+        sums = found[1].view(heads, b, n).transpose(0, 1).contiguous()
+        ctx.save_for_backward(query, key, value, out, sums)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
+        query, key, value, out, sums = ctx.saved_tensors
+        n, nothing = query.shape[1], torch.zeros(2, dtype=torch.uint64, device=query.device)
+        found = torch.ops.aten._flash_attention_backward(
+            grads[0].contiguous(), query, key, value, out, sums, None, None, n, n, 0.0, True, nothing, nothing[:1],
+            scale=ctx.scale,
+        )  # fmt: skip
+        return *found, None, None
+
+
+def flash_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None, version: int = 3) -> Tensor:
+    """Return causal attention "b n heads d" by vLLM's FlashAttention, the keys of a query in one piece; with gradients.
+
+    Args:
+        query: "b n heads d", in bf16 or fp16.
+        key: "b n key_heads d"; heads a multiple of key_heads.
+        value: "b n key_heads d".
+        scale: factor of the scores; None is 1/√d.
+        version: of FlashAttention.
+    """
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    return _FlashAttention.apply(query, key, value, factor, version)  # pyright: ignore[reportReturnType]
 
 
 class VLLMKernels:
@@ -35,30 +89,13 @@ class VLLMKernels:
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Return causal attention "b n heads d"."""
-        from vllm.vllm_flash_attn import flash_attn_varlen_func
-
-        b, n = query.shape[:2]
-        starts = torch.arange(0, (b + 1) * n, n, dtype=torch.int32, device=query.device)
-        out: Any = flash_attn_varlen_func(
-            *(one.reshape(b * n, *one.shape[2:]) for one in (query, key, value)),
-            max_seqlen_q=n,
-            cu_seqlens_q=starts,
-            max_seqlen_k=n,
-            cu_seqlens_k=starts,
-            softmax_scale=scale,
-            causal=True,
-            num_splits=1,
-            fa_version=self.flash_version,
-        )
-        return out.view(query.shape)
+        return flash_attention(query, key, value, scale, self.flash_version)
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Return x / √(mean x² + eps) · weight."""
-        from vllm.model_executor.layers.batch_invariant import rms_norm_batch_invariant
+        from lit_qrl.formats.kernels import norm_triton
 
-        out = rms_norm_batch_invariant(x, weight, eps)
-        assert isinstance(out, Tensor)
-        return out
+        return norm_triton.norm(x.reshape(-1, x.shape[-1]), weight, eps)[1].view(x.shape)
 
     def rotate(self, query: Tensor, key: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return queries and keys "m heads d" rotated by their positions " m"."""

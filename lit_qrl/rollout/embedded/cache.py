@@ -19,7 +19,7 @@ from lit_qrl.network.structure import body, cached, cached_numbers
 
 CacheDtype = Literal["auto", "fp8"]
 MARGIN = 2.0
-"""How much larger than those that were seen a key or value may be, as in vLLM; FP8 is as exact at half its range."""
+"""How much larger than those that were seen a key or value may be; FP8 is as exact at half its range."""
 SEQUENCES = 8
 """Prompts that are looked at."""
 

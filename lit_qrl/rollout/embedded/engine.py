@@ -62,9 +62,9 @@ class TransformersEngine(EmbeddedSampler):
         cuda_graphs: decode in steps of fixed shapes, which a GPU replays as one graph each, and refill ended rows as
             others go on; `auto` does so on a GPU. Conversations, `batch_invariant`, mixtures of experts, layers with a
             window, and rollouts that record experts or kept words are decoded without.
-        kv_cache_dtype: `auto` keeps keys and values in the model's dtype, `fp8` rounds those of rollouts to E4M3, as
-            `VLLMEngine` does, at scales that are taken anew after each publish: the numbers of an FP8 cache, not its
-            memory. Evaluations keep them as they are.
+        kv_cache_dtype: `auto` keeps keys and values in the model's dtype, `fp8` rounds those of rollouts to E4M3, at
+            scales that are taken anew after each publish: the numbers of an FP8 cache, not its memory. Evaluations keep
+            them as they are.
     """
 
     def __init__(

@@ -1,7 +1,6 @@
 """The embedded sampler's own modules, and how a stream of published tensors becomes their weights."""
 
 import copy
-import math
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
@@ -19,7 +18,8 @@ from lit_qrl.network.experts import ExpertStack, expert_stacks
 from lit_qrl.network.names import kept_in_fp32
 from lit_qrl.network.padding_free import padded_attention
 from lit_qrl.network.quantized_linear import QuantizedLinear
-from lit_qrl.receipts.ledger import Fault, PublishError, ReceivedLedger, RefusedError
+from lit_qrl.receipts.ledger import ReceivedLedger, RefusedError
+from lit_qrl.rollout.adapter import PREFIX, A, B, factors, scaling
 from lit_qrl.rollout.embedded.attention import FOLDED
 from lit_qrl.run.description import plain_class
 
@@ -242,10 +242,6 @@ class Loader:
             self.layers[f"{layer}.weight"] = self.format.name
 
 
-PREFIX = "base_model.model."
-A, B = ".lora_A.weight", ".lora_B.weight"
-
-
 class LowRankTerm:
     """A forward hook that adds `x Aᵀ Bᵀ · scale` to a linear layer's output, as PEFT's unmerged layer computes it.
 
@@ -287,29 +283,21 @@ class EmbeddedAdapter:
         """Replace the adapter by copies of `tensors` and write into `received` what the layers hold.
 
         Args:
-            tensors: PEFT's checkpoint names (`base_model.model.<layer>.lora_A.weight`) and tensors.
+            tensors: under PEFT's names.
             received: the engine's ledger.
 
         Raises:
             PublishError: when one of a layer's two factors is missing; the old adapter stays.
             RefusedError: for a tensor that is no factor of a linear layer, or of another shape.
         """
-        given: dict[str, Tensor] = {}
-        for name, tensor in tensors:
-            if name in given:
-                received.record(name, tensor)
-            given[name] = tensor
-        layers = list(dict.fromkeys(name.removesuffix(A).removesuffix(B) for name in given))
-        lacking = [layer + end for layer in layers for end in (A, B) if layer + end not in given]
-        foreign = [layer for layer in layers if layer.removeprefix(PREFIX) not in self.modules.linears]
+        given = factors(tensors, received)
+        foreign = [layer for layer in given if layer not in self.modules.linears]
         if foreign:
             raise RefusedError(
                 f"The sampler has no linear layer for {foreign[0]}. Expected: {PREFIX}<layer>{A} and {B}. "
                 "Restrict lora.target_modules to linear layers, or set publisher.lora to merged."
             )
-        if lacking:
-            raise PublishError([Fault("missing", name) for name in lacking], received.version)
-        terms = {layer.removeprefix(PREFIX): self._term(layer, given) for layer in layers}
+        terms = {layer: self._term(layer, *pair) for layer, pair in given.items()}
         self.remove()
         for layer, term in terms.items():
             module: Any = self.modules.network.get_submodule(layer)
@@ -317,11 +305,10 @@ class EmbeddedAdapter:
             for end, held in ((A, term.a), (B, term.b)):
                 received.record(f"{PREFIX}{layer}{end}", held)
 
-    def _term(self, name: str, given: dict[str, Tensor]) -> LowRankTerm:
-        layer = name.removeprefix(PREFIX)
+    def _term(self, layer: str, a: Tensor, b: Tensor) -> LowRankTerm:
         module = self.modules.network.get_submodule(layer)
         assert isinstance(module, nn.Linear | QuantizedLinear)
-        a, b = (given[name + end].detach().to(self.modules.device, copy=True) for end in (A, B))
+        a, b = (one.detach().to(self.modules.device, copy=True) for one in (a, b))
         if a.shape != (b.shape[1], module.in_features) or b.shape[0] != module.out_features:
             raise RefusedError(
                 f"The adapter of {layer} does not fit. Expected: A (rank, {module.in_features}) and "
@@ -334,22 +321,3 @@ class EmbeddedAdapter:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-
-
-def scaling(config: Any, layer: str, rank: int) -> float:
-    """Return the factor of the low-rank term: α / rank, or α / √rank for rank-stabilised LoRA.
-
-    Args:
-        config: the policy's PEFT config.
-        layer: name of the adapted layer, which `alpha_pattern` may give an α of its own.
-        rank: of its factors.
-
-    >>> from peft import LoraConfig
-    >>> scaling(LoraConfig(r=4, lora_alpha=8), "q_proj", 4)
-    2.0
-    """
-    from peft.utils.other import get_pattern_key
-
-    patterns = getattr(config, "alpha_pattern", None) or {}
-    alpha = patterns.get(get_pattern_key(list(patterns), layer), config.lora_alpha)
-    return alpha / (math.sqrt(rank) if getattr(config, "use_rslora", False) else rank)

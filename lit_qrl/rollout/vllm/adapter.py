@@ -1,6 +1,5 @@
 """A LoRA adapter in a live vLLM engine, replaced in the memory that its kernels read."""
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,14 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.receipts.ledger import Fault, PublishError, ReceivedLedger, RefusedError
+from lit_qrl.receipts.ledger import ReceivedLedger, RefusedError
+from lit_qrl.rollout.adapter import PREFIX, A, B, factors, scaling
 from lit_qrl.rollout.vllm.checks import LORA_RANKS
 from lit_qrl.rollout.vllm.live_model import LiveModel
 from lit_qrl.rollout.vllm.upkeep import register_adapter
 
 ADAPTER_ID = 1
-_PREFIX = "base_model.model."
-_A, _B = ".lora_A.weight", ".lora_B.weight"
 
 
 def check_adapter(config: Any, max_rank: int) -> None:
@@ -76,71 +74,43 @@ def adapted_layers(network: nn.Module, config: Any) -> list[str] | None:
     return sorted(layers) or None
 
 
-class LiveAdapter:
-    """The one adapter of an engine.
+@torch.no_grad()
+def replace_adapter(
+    live: LiveModel, manager: Any, config: Any, tensors: Iterator[tuple[str, Tensor]], ledger: ReceivedLedger
+) -> None:
+    """Replace the one adapter of an engine, and write into `ledger` what its buffers hold.
 
     Args:
         live: the engine's model.
         manager: of adapters, which the worker has.
         config: the policy's PEFT config.
+        tensors: under PEFT's names.
+        ledger: of the engine.
+
+    Raises:
+        PublishError: when one of a layer's two factors is missing; the old adapter stays.
+        RefusedError: for a tensor that is no factor of a layer that the engine adapts.
     """
-
-    def __init__(self, live: LiveModel, manager: Any, config: Any) -> None:
-        self.live, self.manager = live, manager
-        self.scaling = config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r)
-        self.config = {
-            "peft_type": "LORA",
-            "r": config.r,
-            "lora_alpha": config.lora_alpha,
-            "target_modules": sorted(config.target_modules)
-            if not isinstance(config.target_modules, str)
-            else config.target_modules,
-            "bias": "none",
-            "use_rslora": bool(config.use_rslora),
-        }
-
-    @torch.no_grad()
-    def load(self, tensors: Iterator[tuple[str, Tensor]], ledger: ReceivedLedger) -> None:
-        """Replace the adapter and write into `ledger` what the engine's buffers hold.
-
-        Raises:
-            PublishError: when one of a layer's two factors is missing; the old adapter stays.
-            RefusedError: for a tensor that is no factor of a layer that the engine adapts.
-        """
-        given: dict[str, Tensor] = {}
-        for name, tensor in tensors:
-            if name in given:
-                ledger.record(name, tensor)
-            given[name] = tensor
-        layers = {name.removesuffix(_A).removesuffix(_B) for name in given}
-        lacking = [f"{layer}{end}" for layer in sorted(layers) for end in (_A, _B) if f"{layer}{end}" not in given]
-        if lacking:
-            raise PublishError([Fault("missing", name) for name in lacking], ledger.version)
-        if ADAPTER_ID not in self.manager._adapter_manager.lora_index_to_id:  # at first, or a reload has dropped it
-            register_adapter(self.manager, self.config["r"], ADAPTER_ID)
-        for name in layers:
-            self._replace(name, given[name + _A], given[name + _B], ledger)
-
-    def _replace(self, name: str, a: Tensor, b: Tensor, ledger: ReceivedLedger) -> None:
-        manager = self.manager._adapter_manager
-        slot = list(manager.lora_index_to_id).index(ADAPTER_ID)
-        layer = name.removeprefix(_PREFIX)
-        place = self.live.locate_layer(layer)
-        wrapper = None if place is None else manager.modules.get(place.module_name)
+    given, held = factors(tensors, ledger), manager._adapter_manager
+    if ADAPTER_ID not in held.lora_index_to_id:  # at first, or a reload has dropped it
+        register_adapter(manager, config.r, ADAPTER_ID)
+    slot = list(held.lora_index_to_id).index(ADAPTER_ID)
+    for layer, (a, b) in given.items():
+        place = live.locate_layer(layer)
+        wrapper = None if place is None else held.modules.get(place.module_name)
         if place is None or wrapper is None:
             raise RefusedError(
                 f"The engine adapts no layer {layer}. Expected: one of the model's linear layers. "
                 f"Restrict lora.target_modules to those, or set publisher.lora to merged."
             )
-        into_a = wrapper.lora_a_stacked[place.part][slot, 0]
-        into_b = wrapper.lora_b_stacked[place.part][slot, 0]
+        into_a, into_b = wrapper.lora_a_stacked[place.part][slot, 0], wrapper.lora_b_stacked[place.part][slot, 0]
         into_a.zero_()
         into_b.zero_()
         live_a, live_b = into_a[: a.shape[0], : a.shape[1]], into_b[: b.shape[0], : b.shape[1]]
-        scaled = b.to(into_b.device, into_b.dtype) * self.scaling
+        scaled = b.to(into_b.device, into_b.dtype) * scaling(config, layer, a.shape[0])
         live_a.copy_(a)
         live_b.copy_(scaled)
-        ledger.record(name + _A, live_a)
+        ledger.record(PREFIX + layer + A, live_a)
         # The buffer holds B times the scaling, which cannot always be undone exactly; B itself is what was sent.
         same = (live_b == scaled).all()
-        ledger.record(name + _B, torch.where(same, b.to(live_b.device), live_b.to(b.dtype)))
+        ledger.record(PREFIX + layer + B, torch.where(same, b.to(live_b.device), live_b.to(b.dtype)))

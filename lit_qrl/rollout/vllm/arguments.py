@@ -9,13 +9,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.network.structure import cached_numbers, states
 from lit_qrl.rollout.engine import SamplerSpec
 from lit_qrl.rollout.vllm import cpu
 from lit_qrl.rollout.vllm.adapter import adapted_layers
-from lit_qrl.rollout.vllm.cache_scales import quantized
 from lit_qrl.rollout.vllm.models import latent, recurrent
 from lit_qrl.rollout.vllm.patches import ALL
 from lit_qrl.rollout.vllm.process import compilation
@@ -23,30 +21,9 @@ from lit_qrl.rollout.vllm.process import compilation
 TRANSFER = "lit_qrl"
 """The name of the weight transfer by which all weights come."""
 EXTENSION = "lit_qrl.rollout.vllm.worker.WorkerExtension"
-LOOKED_UP = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
-"""How many of the last tokens must have come before for what followed them to be proposed, and the most looked for."""
 
 SIZES_OF_CACHE = {"kv_cache_memory_bytes", "num_gpu_blocks_override"}
 """Arguments of `vllm.LLM` by which a user sizes the cache himself."""
-
-
-def proposals(tokens: int) -> dict[str, Any]:
-    """Return vLLM's argument for proposing tokens by looking up the last ones earlier in the sequence.
-
-    Args:
-        tokens: proposed at a time; 0 proposes none.
-
-    Raises:
-        ConfigError: for a negative number.
-
-    >>> proposals(0), proposals(3)["speculative_config"]["num_speculative_tokens"]
-    ({}, 3)
-    """
-    if tokens < 0:
-        raise ConfigError(
-            "data.engine.speculative is negative.", expected="a number of tokens, or 0 for none", given=tokens
-        )
-    return {"speculative_config": {"method": "ngram", "num_speculative_tokens": tokens, **LOOKED_UP}} if tokens else {}
 
 
 def flags(arguments: Mapping[str, Any]) -> list[str]:
@@ -69,16 +46,6 @@ def flags(arguments: Mapping[str, Any]) -> list[str]:
             found += [flag, text]
     found += ["--tokens-only", "--served-model-name", "policy"]
     return [*found, "--middleware", "lit_qrl.rollout.vllm.guard.KeyGuard"]
-
-
-def first_runner(given: Mapping[str, Any], spec: SamplerSpec) -> bool:
-    """Return whether vLLM's first model runner is needed: the second's masks and its rejection were not verified.
-
-    Args:
-        given: arguments of `vllm.LLM`.
-        spec: of the run's sampler.
-    """
-    return spec.kept or bool(given.get("speculative_config"))
 
 
 def llm_arguments(
@@ -194,13 +161,10 @@ def sufficient_cache(
         longest: sequence, in tokens.
         dtype: of what is not quantized.
         format: of the sampler's layers.
-        given: arguments of `vllm.LLM`, of which its share of the memory, its sequences and the cache's dtype count.
+        given: arguments of `vllm.LLM`, of which its share of the memory and its sequences count.
         parts: processes that the engine consists of.
     """
-    kind = given["kv_cache_dtype"]
-    if kind != "auto" and not quantized(kind):
-        return None
-    whole = whole_cache(network, longest, given["max_num_seqs"], 1 if quantized(kind) else dtype.itemsize, parts)
+    whole = whole_cache(network, longest, given["max_num_seqs"], dtype.itemsize, parts)
     bits = 8 * dtype.itemsize if format is None else format.bits_per_weight
     plain = sum(parameter.numel() for parameter in network.parameters()) * bits / 8 / parts
     weights = max(plain, torch.cuda.memory_allocated())  # packed ones are no parameters, but the learner holds them

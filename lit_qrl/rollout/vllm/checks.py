@@ -18,7 +18,6 @@ from lit_qrl.rollout.vllm import cpu as vllm_cpu
 
 if TYPE_CHECKING:
     from lit_qrl.formats.base import NumberFormat
-    from lit_qrl.rollout.engine import SamplerSpec
 
 GIB = 2**30
 PARALLEL = (
@@ -164,21 +163,20 @@ def check_arguments(gpu_memory_utilization: float, max_num_seqs: int, max_lora_r
         )
 
 
-def check_speculative(arguments: Mapping[str, Any], spec: "SamplerSpec") -> None:
-    """Raise `ConfigError` where proposed tokens do not go with what a run records.
+def check_unverified(arguments: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for arguments of `vllm.LLM` under which log-probs were never verified to be the sampler's.
 
-    Args:
-        arguments: of `vllm.LLM`.
-        spec: of the run's sampler.
+    vLLM gives an FP8 cache of keys and values scales of 1, whatever weights come, and its CPU build scales logits of
+    proposed tokens by memory that was never written.
     """
-    if arguments.get("speculative_config") and spec.routes:
-        raise ConfigError(
-            "RouterReplay needs the experts of every token, and those of a proposed one that was refused stand in the "
-            "place of the one that came instead.",
-            expected="data.engine.speculative: 0, without engine_args.speculative_config",
-            given=str(arguments["speculative_config"]),
-            remedy="Draw one token at a time, or set RouterReplay's level to old.",
-        )
+    for name in ("kv_cache_dtype", "speculative_config"):
+        if arguments.get(name) not in (None, "auto"):
+            raise ConfigError(
+                f"What VLLMEngine draws under {name} was never verified.",
+                expected="data.engine without it, also in engine_args",
+                given=str(arguments[name]),
+                remedy="Leave it out; TransformersEngine has the numbers of an FP8 cache (kv_cache_dtype: fp8).",
+            )
 
 
 def check_length(limit: int | None, prompt: int, completion: int, sequence: int = 0) -> None:

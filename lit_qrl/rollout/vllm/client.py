@@ -3,9 +3,7 @@
 import base64
 import hashlib
 import json
-import logging
 import math
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -19,7 +17,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lit_qrl.errors import ConfigError, listed, require_object
+from lit_qrl.errors import ConfigError, listed
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.network.structure import check_tokens
 from lit_qrl.receipts.clock import Clock
@@ -29,27 +27,24 @@ from lit_qrl.rollout.engine import (
     EngineDiedError,
     EnginePolicy,
     Finished,
-    Learners,
     Progress,
     RolloutEngine,
     SamplerSpec,
     Turn,
 )
 from lit_qrl.rollout.vllm import folder, requests
+from lit_qrl.rollout.vllm.addresses import Address, addresses, spread
 from lit_qrl.rollout.vllm.arguments import flags
 from lit_qrl.rollout.vllm.engine import VLLMEngine
 from lit_qrl.rollout.vllm.errors import SHAPES
 from lit_qrl.rollout.vllm.installation import installed_version
 from lit_qrl.rollout.vllm.process import environment_of
-from lit_qrl.rollout.vllm.server import Place, Server, Start
-from lit_qrl.rollout.vllm.ways import Broadcast, DeviceMemory, Files, Packed, Sender, chunks
+from lit_qrl.rollout.vllm.server import Server
+from lit_qrl.rollout.vllm.ways import Broadcast, DeviceMemory, Files, Named, Packed, Sender, chunks
 from lit_qrl.types import Completion, SamplingParams
 
-log = logging.getLogger(__name__)
-
 T = TypeVar("T")
-Transfer = Literal["auto", "files", "ipc", "nccl", "memory", "socket", "collective"]
-OLD_TRANSFERS = {"memory": "files", "socket": "files", "collective": "files"}
+Transfer = Literal["auto", "files", "ipc", "nccl"]
 TICK = 0.5
 """Seconds between two looks at how far the servers are."""
 AT_ONCE = 512
@@ -58,7 +53,7 @@ SAYS_VERSIONS = (0, 32)
 """The version of vLLM from which a server says which weights drew which token."""
 
 
-class RemoteEngine(RolloutEngine):
+class RemoteVLLMEngine(RolloutEngine):
     """Holds vLLM in servers of its own (`vllm serve`), which a run starts or finds: on other devices, or other hosts.
 
     Completions are dealt to the servers by outstanding tokens, and a completion's randomness comes from its prompt's
@@ -67,7 +62,6 @@ class RemoteEngine(RolloutEngine):
     what they have drawn is kept, and its prompts are drawn again with the same seeds after the publish to the new one.
 
     Args:
-        engine: how vLLM is started in each.
         devices: of this host, a server for each: numbers of GPUs, or `cpu`; `auto` is the GPUs that the learner
             leaves, and one server on the CPU where it has none itself.
         hosts: addresses of servers that run already (`lit-qrl serve`), `host:port` or `https://host:port`, instead of
@@ -79,6 +73,7 @@ class RemoteEngine(RolloutEngine):
             files.
         folder: of those files; None is the memory of this host.
         silence: seconds without a word between two steps, or of a publish, after which a server counts as dead.
+        **options: of `VLLMEngine`, with which vLLM is started in each.
     """
 
     single_format = True
@@ -87,7 +82,6 @@ class RemoteEngine(RolloutEngine):
 
     def __init__(
         self,
-        engine: RolloutEngine,
         devices: Literal["auto"] | list[int | str] = "auto",
         hosts: list[str] | None = None,
         token_file: str | None = None,
@@ -95,16 +89,10 @@ class RemoteEngine(RolloutEngine):
         ca_file: str | None = None,
         folder: str | None = None,
         silence: float = 20.0,
+        **options: Any,
     ) -> None:
-        require_object("data.engine.engine", engine, "VLLMEngine()")
-        if not isinstance(engine, VLLMEngine):
-            raise ConfigError(
-                "RemoteEngine holds vLLM's own server.",
-                expected="VLLMEngine in data.engine.engine",
-                given=type(engine).__name__,
-                remedy=f"Set data.engine to {type(engine).__name__}, in the learner's process.",
-            )
-        self.engine, self.devices, self.hosts, self.token_file = engine, devices, hosts, token_file
+        self.engine = engine = VLLMEngine(**options)
+        self.devices, self.hosts, self.token_file = devices, hosts, token_file
         self.ca_file, self.folder, self.silence = ca_file, folder, silence
         self.transfer: Transfer = transfer
         self._check_settings()
@@ -128,7 +116,6 @@ class RemoteEngine(RolloutEngine):
             (engine.draws_together, "tensor_parallel_size", "Leave it at 1, or set data.engine to VLLMEngine"),
             (engine.batch_invariant, "batch_invariant", "Leave it out, or set data.engine to VLLMEngine"),
             (engine.sleep_level > 0, "sleep_level", "Leave it at 0: the GPU is the server's alone"),
-            (engine.cache_dtype != "auto", "kv_cache_dtype", "Leave it at auto, or set data.engine to VLLMEngine"),
         ):
             if used:
                 raise ConfigError(
@@ -167,11 +154,11 @@ class RemoteEngine(RolloutEngine):
                     expected="a run without, or VLLMEngine in the learner's process",
                     remedy=f"{remedy}Set data.engine to VLLMEngine.",
                 )
-        found = places(self.devices, self.hosts, self.token_file, spec.learners, self.ca_file)
+        found = addresses(self.devices, self.hosts, self.token_file, spec.learners, self.ca_file)
         if not self.hosts:
             self.engine.validate(replace(self.spec, in_flight="none"))
         if not self.servers:
-            self.servers = [Server(place, self.silence) for place in found]
+            self.servers = [Server(one, self.silence) for one in found]
         for server in self.servers if self.hosts else ():
             server.open()
             server.ready = False  # `setup` sees whether it has the run's model
@@ -194,8 +181,9 @@ class RemoteEngine(RolloutEngine):
             self._folder = folder.model_folder(policy.network, spec.format, *layers, dtype, longest)
         arguments = self.engine.arguments(self._folder, dtype, longest)
         for server in self.servers:
-            environment = environment_of(self.engine.deep_gemm, self.engine.kv_cache_gib) | self._seen(server.place)
-            server.how = Start([str(self._folder), *flags(arguments)], environment, self.engine.start_timeout)
+            environment = environment_of(self.engine.deep_gemm, self.engine.kv_cache_gib) | self._seen(server.address)
+            server.arguments, server.environment = [str(self._folder), *flags(arguments)], environment
+            server.timeout = self.engine.start_timeout
             server.start()
         for server in self.servers:
             if not server.ready:
@@ -205,13 +193,13 @@ class RemoteEngine(RolloutEngine):
         if self._sender is None:
             self._join()
 
-    def _seen(self, place: Place) -> dict[str, str]:
+    def _seen(self, address: Address) -> dict[str, str]:
         """Return which GPUs a server that the run starts sees: its own, then the learner's, whose memory it opens."""
-        if not place.started:
+        if not address.started:
             return {}
-        if place.name == "cpu":
+        if address.name == "cpu":
             return {"CUDA_VISIBLE_DEVICES": ""}
-        seen = [place.name.removeprefix("cuda:"), *map(str, self.spec.learners.devices)]
+        seen = [address.name.removeprefix("cuda:"), *map(str, self.spec.learners.devices)]
         return {"CUDA_VISIBLE_DEVICES": ",".join(seen)}
 
     def _check_model_of(self, server: Server, found: Mapping[str, Any], longest: int) -> None:
@@ -223,7 +211,7 @@ class RemoteEngine(RolloutEngine):
         if differing or found["longest"] < longest or found["workers"] > 1:
             given = f"another {listed(differing, 4)}" if differing else f"{found['longest']} tokens"
             raise ConfigError(
-                f"The vLLM server at {server.place.name} was started for another model, format or length.",
+                f"The vLLM server at {server.address.name} was started for another model, format or length.",
                 expected=f"the run's model and publisher.format, sequences of {longest} tokens, and one GPU",
                 given=given if found["workers"] == 1 else f"{found['workers']} GPUs",
                 remedy="Start it by `lit-qrl serve` with the model, --format and --max_model_len of the run.",
@@ -231,8 +219,8 @@ class RemoteEngine(RolloutEngine):
 
     def _join(self) -> None:
         """Get ready to send."""
-        way = OLD_TRANSFERS.get(self.transfer, self.transfer)
-        on_gpus = all(server.place.name.startswith("cuda") for server in self.servers)
+        way = self.transfer
+        on_gpus = all(server.address.name.startswith("cuda") for server in self.servers)
         if way == "auto":
             way = "ipc" if on_gpus else "files"
         if way == "nccl":
@@ -322,24 +310,20 @@ class RemoteEngine(RolloutEngine):
         start, clock, until = time.perf_counter(), Clock(), self._until
         self._until = None
         assert self._sender is not None
-        if until is not None and not isinstance(self._sender, Files):
-            until()
-            until = None
         done = False
         with self._asked(), ExitStack() as first:
             for server in self.servers:
                 if "publish" not in server.done:  # of later ones each part answers in time
                     first.enter_context(server.watched("publish"))
             try:
-                if until is None:
-                    self._start_update()
-                    self._send(chunks(tensors), version, clock)
-                else:  # all of them lie beside the engines before those stand still
-                    packed = [self._sender.pack(part) for part in chunks(tensors)]
+                packed = self._packed(chunks(tensors), clock)
+                if until is not None:
+                    if isinstance(self._sender, Files):  # all lie beside the engines before those stand still
+                        packed = list(packed)
                     until()
-                    self._start_update()
-                    for one in packed:
-                        self._post_part(one, version, clock)
+                self._start_update()
+                for one in packed:
+                    self._post_part(one, version, clock)
                 with clock.part("await"):
                     outcomes = self._finish_update(version)
                 done = True
@@ -352,7 +336,7 @@ class RemoteEngine(RolloutEngine):
             with self._all("/collective_rpc", [{"method": "clear_kv_cache"}] * len(self.servers)):
                 self._poisoned = False
         received.prefix_reset = all(list(map(self._forget_prefixes, self.servers)))
-        received.faults += between(ledgers, [server.place.name for server in self.servers])
+        received.faults += between(ledgers, [server.address.name for server in self.servers])
         self._usable, self.version = True, version
         for server in self.servers:
             server.version = version
@@ -370,12 +354,12 @@ class RemoteEngine(RolloutEngine):
         with self._all("/start_weight_update", [None] * len(self.servers)):
             pass
 
-    def _send(self, parts: Iterator[Any], version: int, clock: Clock) -> None:
+    def _packed(self, parts: Iterator[list[Named]], clock: Clock) -> Iterator[Packed]:
         assert self._sender is not None
         for part in parts:
             with clock.part("send"):
                 packed = self._sender.pack(part)
-            self._post_part(packed, version, clock)
+            yield packed
 
     def _post_part(self, packed: Packed, version: int, clock: Clock) -> None:
         assert self._sender is not None
@@ -448,18 +432,15 @@ class RemoteEngine(RolloutEngine):
 
     def read_receipts(self, names: Sequence[str]) -> dict[str, TensorReceipt]:
         """Return the receipts of what reads back from the first server under the names."""
-        return receipts_of(self._first().call("receipts_json", json.dumps(list(names))))
+        return receipts_of(self.servers[0].call("receipts_json", json.dumps(list(names))))
 
     def read_columns(self, layer: str, columns: Sequence[int]) -> Tensor | None:
         """Return columns ("out columns") of a layer's weight as the first server's GEMM multiplies with them."""
-        found = self._first().call("columns_json", layer, json.dumps(list(columns)))
+        found = self.servers[0].call("columns_json", layer, json.dumps(list(columns)))
         if not found:
             return None
         flat = torch.frombuffer(bytearray(base64.b64decode(found["bytes"])), dtype=getattr(torch, found["dtype"]))
         return flat.reshape(found["shape"])
-
-    def _first(self) -> Server:
-        return self.servers[0]
 
     # ----------------------------------------------------------------------------------------------- weights in flight
 
@@ -504,7 +485,7 @@ class RemoteEngine(RolloutEngine):
         kept = self._kept[1] if self._kept[0] == key else {}
         self._kept = (key, kept)
         missing = [i for i in range(len(prompts)) if not all(i * n + k in kept for k in range(n))]
-        shares = spread([len(prompts[i]) + n * drawn_with.max_tokens for i in missing], len(self.servers))
+        parts = spread([len(prompts[i]) + n * drawn_with.max_tokens for i in missing], len(self.servers))
 
         def draw(server: Server, row: int) -> tuple[int, Completion]:
             place = numbers[row // n], row % n
@@ -513,8 +494,8 @@ class RemoteEngine(RolloutEngine):
 
         jobs = [
             (server, partial(draw, server, missing[i] * n + k))
-            for server, share in zip(self.servers, shares, strict=True)
-            for i in sorted(share, key=lambda i: (-len(prompts[missing[i]]), i))
+            for server, part in zip(self.servers, parts, strict=True)
+            for i in sorted(part, key=lambda i: (-len(prompts[missing[i]]), i))
             for k in range(n)
             if missing[i] * n + k not in kept
         ]
@@ -549,7 +530,7 @@ class RemoteEngine(RolloutEngine):
             pools = {}
             for server in dict.fromkeys(server for server, _ in jobs):
                 stack.enter_context(server.watched(kind))
-                pools[server] = ThreadPoolExecutor(AT_ONCE, thread_name_prefix=f"draw {server.place.name}")
+                pools[server] = ThreadPoolExecutor(AT_ONCE, thread_name_prefix=f"draw {server.address.name}")
                 stack.callback(pools[server].shutdown, wait=False, cancel_futures=True)
             under_way = {pools[server].submit(job) for server, job in jobs}
             try:
@@ -570,18 +551,7 @@ class RemoteEngine(RolloutEngine):
                 raise deaths[0]
 
     def _draw(self, server: Server, prompt: Sequence[int], sampling: SamplingParams, seed: int | None) -> Completion:
-        asked = {
-            "max_tokens": sampling.max_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "stop_token_ids": [] if sampling.ignore_stop else list(sampling.stop_token_ids),
-            "ignore_eos": True,  # what ends a completion is in stop_token_ids alone
-            "logprobs": 0,
-            "detokenize": False,
-            "seed": seed,
-        }
-        version = self.version
+        version, asked = self.version, requests.sampling_options(sampling, seed)
         answer = server.post("/inference/v1/generate", self._request(prompt, asked))
         drawn = completion_of(answer["choices"][0], version)
         self._poisoned |= not all(map(math.isfinite, drawn.logprobs))
@@ -594,10 +564,9 @@ class RemoteEngine(RolloutEngine):
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         """Return the sampler's log-probs (fp32, T = 1, "length − 1") of each sequence's tokens after the first."""
         self._check(sequences, replace(self.spec.sampling, max_tokens=1))
-        asked = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
 
         def ask(server: Server, row: int) -> tuple[int, Tensor]:
-            answer = server.post("/inference/v1/generate", self._request(sequences[row], asked))
+            answer = server.post("/inference/v1/generate", self._request(sequences[row], requests.SCORING))
             found = zip(answer["prompt_logprobs"], sequences[row], strict=True)
             values = [tokens[str(token)]["logprob"] for tokens, token in found if tokens is not None]
             return row, torch.tensor([math.nan if one is None else one for one in values], dtype=torch.float32)
@@ -638,34 +607,6 @@ class RemoteEngine(RolloutEngine):
                     asked[pool.submit(draw, turn)] = turn
                 for future in wait(asked, TICK / 10, FIRST_COMPLETED).done if asked else ():
                     dialogue.answered(asked.pop(future), future.result())
-
-
-class RemoteVLLMEngine(RemoteEngine):
-    """`RemoteEngine` over `VLLMEngine`, with its defaults.
-
-    Args:
-        devices: as in `RemoteEngine`.
-        hosts: as in `RemoteEngine`.
-        token_file: as in `RemoteEngine`.
-        transfer: as in `RemoteEngine`.
-        ca_file: as in `RemoteEngine`.
-        folder: as in `RemoteEngine`.
-        silence: as in `RemoteEngine`.
-        **options: of `VLLMEngine`.
-    """
-
-    def __init__(
-        self,
-        devices: Literal["auto"] | list[int | str] = "auto",
-        hosts: list[str] | None = None,
-        token_file: str | None = None,
-        transfer: Transfer = "auto",
-        ca_file: str | None = None,
-        folder: str | None = None,
-        silence: float = 20.0,
-        **options: Any,
-    ) -> None:
-        super().__init__(VLLMEngine(**options), devices, hosts, token_file, transfer, ca_file, folder, silence)
 
 
 # ------------------------------------------------------------------------------------------------------------- answers
@@ -733,138 +674,3 @@ def between(ledgers: Sequence[ReceivedLedger], names: Sequence[str]) -> list[Fau
         if other.version != ledgers[0].version:
             faults.append(Fault("version", "the engine", place))
     return faults
-
-
-# -------------------------------------------------------------------------------------------------------------- places
-
-
-def spread(tokens: Sequence[int], servers: int) -> list[list[int]]:
-    """Return which prompts each server draws: the largest first, each to the server with the fewest tokens to come.
-
-    Args:
-        tokens: that each prompt and its completions may have.
-        servers: how many.
-
-    >>> spread([10, 40, 10, 20], 2)
-    [[1], [0, 2, 3]]
-    """
-    shares: list[list[int]] = [[] for _ in range(servers)]
-    outstanding = [0] * servers
-    for i in sorted(range(len(tokens)), key=lambda i: -tokens[i]):
-        least = outstanding.index(min(outstanding))
-        shares[least].append(i)
-        outstanding[least] += tokens[i]
-    return [sorted(share) for share in shares]
-
-
-def places(
-    devices: str | Sequence[int | str],
-    hosts: Sequence[str] | None,
-    token_file: str | None,
-    learners: Learners,
-    certificates: str | None = None,
-) -> list[Place]:
-    """Return where this process of the learner has its servers.
-
-    Args:
-        devices: `auto`, or numbers of GPUs and `cpu`.
-        hosts: addresses of servers, instead of devices.
-        token_file: with their key.
-        learners: the processes that share them.
-        certificates: by which theirs are trusted.
-
-    Raises:
-        ConfigError: for a device that is not there or is the learner's, a server without a key, or too few of them.
-    """
-    if hosts:
-        return share(_servers(hosts, token_file, certificates), learners.whole, "data.engine.hosts")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if devices == "auto":
-        devices = [number for number in range(count) if number not in learners.devices] if learners.devices else ["cpu"]
-        if not devices:
-            raise ConfigError(
-                "No GPU is left for the engines.",
-                expected="fewer trainer.devices than the host has GPUs, or data.engine.devices or hosts",
-                given=f"{count} GPUs, all of them the learner's",
-                remedy="Lower trainer.devices, or take VLLMEngine, which shares the learner's GPU.",
-            )
-    names = [str(device).removeprefix("cuda:") for device in devices]
-    unknown = [name for name in names if name != "cpu" and not (name.isdecimal() and int(name) < count)]
-    if unknown or not names:
-        raise ConfigError(
-            "data.engine.devices names what is not there.",
-            expected=f"`auto`, `cpu`, or numbers of this host's {count} GPUs",
-            given=listed(unknown) or "an empty list",
-            remedy="Correct it.",
-        )
-    both = [name for name in names if name != "cpu" and int(name) in learners.devices]
-    if both:
-        raise ConfigError(
-            "A server would share a GPU with the learner.",
-            expected="GPUs that the learner does not use",
-            given=f"data.engine.devices with {listed(both)}, which trainer.devices has too",
-            remedy="Leave data.engine.devices at auto, or take VLLMEngine, which lives in the learner's process.",
-        )
-    found = [Place(name if name == "cpu" else f"cuda:{name}") for name in names]
-    return share(found, learners.local, "data.engine.devices")
-
-
-def share(found: Sequence[Place], process: tuple[int, int], key: str) -> list[Place]:
-    """Return those of a list that are one process's.
-
-    Args:
-        found: of all processes.
-        process: its number, and how many there are.
-        key: of the list.
-
-    >>> [one.name for one in share([Place("cpu"), Place("cuda:1"), Place("cuda:2")], (1, 2), "data.engine.devices")]
-    ['cuda:1']
-    """
-    number, size = process
-    if len(found) < size and [one.name for one in found] != ["cpu"]:
-        raise ConfigError(
-            f"{key} has fewer engines than the learner has processes.",
-            expected=f"at least {size}, one for each",
-            given=len(found),
-            remedy="Give more, or lower trainer.devices.",
-        )
-    return list(found[number::size]) or list(found)
-
-
-def _servers(hosts: Sequence[str], token_file: str | None, certificates: str | None) -> list[Place]:
-    addresses = [host if "://" in host else f"http://{host}" for host in hosts]
-    wrong = [one for one in addresses if not re.fullmatch(r"https?://.+:\d+", one)]
-    if wrong:
-        expected = "host:port or https://host:port"
-        raise ConfigError("data.engine.hosts is malformed.", expected=expected, given=listed(wrong))
-    if token_file is None:
-        raise ConfigError(
-            "data.engine.hosts needs the servers' token.",
-            expected="data.engine.token_file, the file that `lit-qrl serve` was given",
-            remedy="Set it.",
-        )
-    key = read_key(token_file)
-    return [Place(address, key, certificates) for address in addresses]
-
-
-def read_key(path: str | Path) -> str:
-    """Return the key in a file.
-
-    Raises:
-        ConfigError: where there is none.
-    """
-    try:
-        key = Path(path).read_text().strip()
-        why = f"{path}, which is empty"
-    except OSError as error:
-        key, why = "", f"{path}: {error.strerror or error}"
-    if not key:
-        raise ConfigError(
-            "The key of vLLM's server cannot be read.",
-            expected="a file with one line that run and server share, readable by its owner alone",
-            given=why,
-            remedy="Write one by `(umask 077; openssl rand -hex 32 > token)`, and give both its path.",
-        )
-    if Path(path).stat().st_mode & 0o004:
-        log.warning("Everybody on this host can read the key in %s; take that away by: chmod 600 %s", path, path)
-    return key

@@ -22,6 +22,7 @@ from lit_qrl.network.linears import quantizable_linears
 from lit_qrl.network.sampler_kernels import adopt
 from lit_qrl.network.structure import check_tokens
 from lit_qrl.precision.vllm_kernels.borrowed import TILE_IN, TILE_OUT, MarlinNVFP4
+from lit_qrl.precision.vllm_kernels.exact import flash_attention
 from lit_qrl.receipts.clock import gc_pause
 from lit_qrl.receipts.ledger import PublishError, PublishReport, ReceivedLedger
 from lit_qrl.rollout.engine import (
@@ -34,9 +35,9 @@ from lit_qrl.rollout.engine import (
     SamplerSpec,
     Turn,
 )
-from lit_qrl.rollout.vllm import cache_scales, folder, invariant, parallel, requests
+from lit_qrl.rollout.vllm import folder, invariant, parallel, requests, same_kernels
 from lit_qrl.rollout.vllm.adapter import check_adapter
-from lit_qrl.rollout.vllm.arguments import first_runner, llm_arguments, proposals
+from lit_qrl.rollout.vllm.arguments import llm_arguments
 from lit_qrl.rollout.vllm.checks import (
     automatic_dtype,
     check_arguments,
@@ -48,12 +49,12 @@ from lit_qrl.rollout.vllm.checks import (
     check_operators,
     check_processes,
     check_same_format,
-    check_speculative,
+    check_unverified,
 )
-from lit_qrl.rollout.vllm.errors import Sender, blamed, deadly
+from lit_qrl.rollout.vllm.errors import blamed, deadly
 from lit_qrl.rollout.vllm.installation import check_installation, check_routes
 from lit_qrl.rollout.vllm.live_model import LiveModel
-from lit_qrl.rollout.vllm.locations import undescribed, weight_bytes
+from lit_qrl.rollout.vllm.locations import undescribed
 from lit_qrl.rollout.vllm.models import check_model, refused_model
 from lit_qrl.rollout.vllm.parallel import joined, shown
 from lit_qrl.rollout.vllm.patches import apply_all
@@ -68,6 +69,7 @@ from lit_qrl.rollout.vllm.process import (
 from lit_qrl.rollout.vllm.upkeep import unlock_workspaces
 from lit_qrl.rollout.vllm.watchdog import Watchdog
 from lit_qrl.run.console import phase, without_bars
+from lit_qrl.run.torch_settings import keep_segments_fixed
 from lit_qrl.types import Completion, SamplingParams
 
 SLEEP_REMEDY = "A sleep of level 1 keeps the weights in memory of the host: set data.engine.sleep_level to 2."
@@ -90,8 +92,6 @@ class VLLMEngine(RolloutEngine):
         gpu_memory_utilization: share of the GPU's memory that the engine may take, weights and KV cache together.
         kv_cache_gib: size of the KV cache in GiB; by default what `max_num_seqs` of the longest sequences fill, or what
             the share leaves, whichever is less; on CPU 1.
-        kv_cache_dtype: `auto` is the model's; `fp8` is a source of mismatch of its own. Its scales are taken anew after
-            each publish, of the prompts that are drawn for first.
         max_model_len: longest prompt and completion together, in tokens; None is the sum of the run's two limits.
         max_num_seqs: sequences decoded at a time.
         enforce_eager: no compilation and no CUDA graphs: starts in seconds and decodes slower; always so on CPU.
@@ -100,8 +100,6 @@ class VLLMEngine(RolloutEngine):
         sleep_level: what `sleep` does on a GPU: 0 nothing, 1 moves the weights to the host, 2 drops them; the KV cache
             is dropped in both. Needs `trainer.strategy: ColocatedStrategy`.
         deep_gemm: use DeepGEMM for fp8_block where vLLM has it; it compiles for minutes at its first use.
-        speculative: tokens proposed at a time by looking up the last ones earlier in the sequence; the model accepts or
-            replaces them, so that the distribution stays its own. 0 draws one token at a time.
         request_seeds: seed each request, so that a completion does not depend on what it is batched with.
         step_timeout: seconds after which a step, a tensor's publish, a sleep or a wake counts as hung and is
             interrupted; native code that cannot be interrupted ends the process with status 75.
@@ -109,9 +107,13 @@ class VLLMEngine(RolloutEngine):
         seed: of the engine's own generators.
         batch_invariant: vLLM's batch-invariant mode, and a learner whose forward pass calls the same kernels: their
             log-probs are equal to the last bit. For dense decoders on one GPU of compute capability 9.0.
+        same_kernels: compute norms and attention as the learner does, so that an aligned format which quantizes
+            activations rounds the same numbers on both sides. No compilation; for a GPU of compute capability 9.0.
         tensor_parallel_size: processes of the learner, neighbours on one host, that are one engine: each holds a part
             of every matrix, and all draw what any of them asks for.
         engine_args: further arguments of `vllm.LLM`.
+        kv_cache_dtype: `auto`, the model's: configurations of earlier versions say it.
+        speculative: 0, no proposed tokens: likewise.
     """
 
     single_format = True
@@ -123,7 +125,6 @@ class VLLMEngine(RolloutEngine):
         dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto",
         gpu_memory_utilization: float = 0.45,
         kv_cache_gib: float | None = None,
-        kv_cache_dtype: str = "auto",
         max_model_len: int | None = None,
         max_num_seqs: int = 256,
         enforce_eager: bool = False,
@@ -136,29 +137,35 @@ class VLLMEngine(RolloutEngine):
         start_timeout: float = 1800.0,
         seed: int = 0,
         batch_invariant: bool = False,
+        same_kernels: bool = False,
         tensor_parallel_size: int = 1,
         engine_args: dict[str, Any] | None = None,
-        speculative: int = 0,
+        kv_cache_dtype: Literal["auto"] = "auto",
+        speculative: Literal[0] = 0,
     ) -> None:
         check_arguments(gpu_memory_utilization, max_num_seqs, max_lora_rank)
-        parallel.prepare(tensor_parallel_size)
+        if tensor_parallel_size > 1:
+            # Before memory of a GPU is taken: vLLM's own sum over the GPUs of an engine opens buffers of CUDA graphs by
+            # handles that segments which grow do not have, and its processes would end at their start.
+            keep_segments_fixed()
         self.dtype, self.max_model_len = dtype, max_model_len
         self.max_lora_rank, self.sleep_level, self.deep_gemm = max_lora_rank, sleep_level, deep_gemm
         self.request_seeds = request_seeds
         self.step_timeout, self.start_timeout = step_timeout, start_timeout
         self.gpu_memory_utilization, self.kv_cache_gib = gpu_memory_utilization, kv_cache_gib
         self.batch_invariant = invariant.asked_for(batch_invariant)
-        self.quick_start: bool | Literal["auto"] = bool(batch_invariant) or quick_start
+        self.same_kernels = same_kernels
+        self.quick_start: bool | Literal["auto"] = batch_invariant or same_kernels or quick_start
         self.tensor_parallel_size, self.draws_together = tensor_parallel_size, tensor_parallel_size > 1
         self.processes: Any = None  # of this engine, joined; None where it is one
         self._arguments: dict[str, Any] = {
             "gpu_memory_utilization": gpu_memory_utilization,
-            "kv_cache_dtype": kv_cache_dtype,
             "max_num_seqs": max_num_seqs,
             "enforce_eager": enforce_eager or not torch.cuda.is_available(),
             "enable_prefix_caching": True,
             "seed": seed,
-            **proposals(speculative),
+            "kv_cache_dtype": kv_cache_dtype,
+            "speculative_config": speculative or None,
             **(engine_args or {}),
         }
         self.spec = SamplerSpec()
@@ -171,8 +178,7 @@ class VLLMEngine(RolloutEngine):
         self._adapter_active = self._started = False
         self._folder: Path | None = None
         self._owns_process_group = False
-        self._usable = self._poisoned = self._asleep = self.lent = self._scales_due = False
-        self.cache_dtype = self._arguments["kv_cache_dtype"]
+        self._usable = self._poisoned = self._asleep = self.lent = False
 
     # -------------------------------------------------------------------------------------------------------- set-up
 
@@ -184,17 +190,16 @@ class VLLMEngine(RolloutEngine):
         check_processes(self._arguments)
         whole = {name: getattr(self, name) for name in ("batch_invariant", "max_lora_rank", "sleep_level")}
         whole["request_seeds: false, or deep_gemm"] = not self.request_seeds or self.deep_gemm
-        whole["kv_cache_dtype"] = cache_scales.quantized(self.cache_dtype) and self.cache_dtype
-        whole["speculative"] = self._arguments.get("speculative_config")
         parallel.check(self.tensor_parallel_size, spec, whole)
         check_installation()
         check_format(spec.format, spec.quantize_head)
         check_length(self.max_model_len, spec.prompt_limit or 1, spec.sampling.max_tokens, spec.sequence_limit or 0)
         check_operators(spec.format)
-        cache_scales.check_host(self.cache_dtype)
-        check_speculative(self._arguments, spec)
+        check_unverified(self._arguments)
         if self.batch_invariant:
             invariant.check(spec.format, self._arguments, self.max_lora_rank)
+        if self.same_kernels:
+            same_kernels.check(self._arguments)
 
     def check_model(self, network: torch.nn.Module) -> None:
         """Raise `ConfigError` for a model that the installed vLLM lacks or this host cannot run."""
@@ -248,23 +253,25 @@ class VLLMEngine(RolloutEngine):
         self.live = live
         if self.batch_invariant:
             adopt(self.policy.network, invariant.kernels(live.model, self.plain_dtype))
-        if cache_scales.quantized(self.cache_dtype):
-            cache_scales.check_scales(live.model)
+        elif self.same_kernels:
+            self.policy.attention = flash_attention
         if self.routed is not None and not torch.cuda.is_available():
             from lit_qrl_vllm_fast.routes import record
 
             routed = self.routed
             args = live.model, routed.layers, routed.experts, routed.chosen
             self._routes = record(self.llm, *args)
-        check_groups(format, live.held(quantizable_linears(self.policy.network, self.spec.exclude)))
+        check_groups(format, live.holders(quantizable_linears(self.policy.network, self.spec.exclude)))
 
     def _build(self, format: NumberFormat | None, policy: EnginePolicy, dtype: torch.dtype) -> None:
-        prepare_environment(self.deep_gemm, self.kv_cache_gib, first_runner(self._arguments, self.spec))
+        prepare_environment(self.deep_gemm, self.kv_cache_gib, self.spec.kept)
         longest, layers = self.longest(), (self.spec.exclude, self.spec.quantize_head)
         self._folder = folder.model_folder(policy.network, format, *layers, dtype, longest)
         arguments = self.arguments(self._folder, dtype, longest)
         size = self.tensor_parallel_size
-        with kept_process_state(), own_world(size) as processes, invariant.learner_left_alone(self.batch_invariant):
+        alike = same_kernels.built(self.same_kernels or self.batch_invariant)
+        left_alone = invariant.learner_left_alone(self.batch_invariant)
+        with kept_process_state(), own_world(size) as processes, left_alone, alike:
             if size > 1:
                 self.processes = processes
                 arguments |= {"tensor_parallel_size": size, "distributed_executor_backend": "external_launcher"}
@@ -350,13 +357,6 @@ class VLLMEngine(RolloutEngine):
     def load_adapter(self, tensors: Tensors, version: int) -> PublishReport:
         """Replace the LoRA adapter over an unchanged base; completions use it from then on."""
         start = time.perf_counter()
-        if not self.max_lora_rank:
-            raise ConfigError(
-                "The engine was built without room for an adapter.",
-                expected="data.engine.max_lora_rank of at least the policy's rank",
-                given=0,
-                remedy="Set it, or set publisher.lora to merged.",
-            )
         self._awake(complete=True)
         report = self._publish(tensors, self._in_place("replace_adapter", self.spec.adapter), version, start)
         self._adapter_active = True
@@ -382,7 +382,7 @@ class VLLMEngine(RolloutEngine):
         self._usable = False
         try:
             watchdog = self._watchdog("the publish of one tensor")
-            with gc_pause(), blamed(Sender(tensors), version, watchdog) as stream:
+            with gc_pause(), blamed(tensors, version, watchdog) as stream:
                 ledger = load(stream, version)
         except BaseException as error:
             with suppress(Exception):  # of an engine that died
@@ -392,8 +392,7 @@ class VLLMEngine(RolloutEngine):
             raise
         ledger.prefix_reset = self._reset_caches()
         receipts = ledger.receipts()
-        self._usable, self._scales_due = True, cache_scales.quantized(self.cache_dtype)
-        self.version = version
+        self._usable, self.version = True, version
         return PublishReport(
             version=version,
             seconds=time.perf_counter() - start,
@@ -420,7 +419,7 @@ class VLLMEngine(RolloutEngine):
 
     def own_part(self, name: str, tensor: Tensor) -> Tensor:
         """Return the part of a sent tensor that this process holds; all of it where the engine has no other."""
-        return tensor if self.live is None else self.live.share(name, tensor)
+        return tensor if self.live is None else self.live.own_part(name, tensor)
 
     def read_back(self, name: str) -> Tensor | None:
         """Return the live tensor under its checkpoint name, or None where vLLM repacked the layer."""
@@ -461,7 +460,6 @@ class VLLMEngine(RolloutEngine):
             EngineDiedError: when vLLM fails or a step takes longer than `step_timeout`.
         """
         self._awake(complete=True)
-        self._calibrate(prompts)
         kept, drawn_with = self.spec.kept and sampling is None, sampling or self.spec.sampling
         number = range(len(prompts)) if positions is None else positions
         prompts, number, own = joined(prompts, number, (n, seed, drawn_with), self.processes)
@@ -496,14 +494,10 @@ class VLLMEngine(RolloutEngine):
             seed = requests.request_seed(turn.seed, 0, 0) if self.request_seeds else None
             return requests.drawing(replace(drawn_with, max_tokens=turn.max_tokens), seed, kept)
 
-        begun: list[Turn] = []
-        while self._scales_due and dialogue.open and not begun:
-            begun = dialogue.waiting("all")  # so that the scales hang on no thread's luck
-        self._calibrate([turn.tokens for turn in begun])
         with kept_process_state(), self._sampling():
             watch = self._watchdog("one step")
             read = partial(self._read, kept=kept)
-            finite = requests.converse(self.llm, dialogue, draw, read, self._adapter_active, watch, begun)
+            finite = requests.converse(self.llm, dialogue, draw, read, self._adapter_active, watch)
         self._poisoned |= not finite
 
     def _read(self, output: Any, kept: bool) -> Completion:
@@ -512,25 +506,11 @@ class VLLMEngine(RolloutEngine):
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         """Return the sampler's log-probs (fp32, T = 1, "length − 1") of each sequence's tokens after the first."""
         self._awake(complete=True)
-        due = self._scales_due
-        self._calibrate(sequences)
-        self._scales_due = due  # what is drawn takes scales of its own prompts, whether a probe came before or not
         with kept_process_state():
             outputs = self._run(sequences, [requests.scoring() for _ in sequences], None)
         scores = [requests.scores(output, tokens) for output, tokens in zip(outputs, sequences, strict=True)]
         self._poisoned |= not all(bool(values.isfinite().all()) for values in scores)
         return scores
-
-    def _calibrate(self, sequences: Sequence[Sequence[int]]) -> None:
-        """Give an FP8 KV cache scales for new weights, of what they make of the sequences that are asked for first."""
-        if self.live is None or not self._scales_due or not sequences:
-            return
-        shown = sequences[: cache_scales.SEQUENCES]
-        with kept_process_state(), cache_scales.observed(self.live.model) as largest:
-            self._run(shown, [requests.scoring() for _ in shown], None)
-        cache_scales.set_scales(self.live.model, largest, self.cache_dtype)
-        self._scales_due = False
-        self._reset_caches()
 
     def _run(
         self,
@@ -557,10 +537,6 @@ class VLLMEngine(RolloutEngine):
             raise
 
     # ------------------------------------------------------------------------------------------------------------ sleep
-
-    def weight_bytes(self) -> int:
-        """Return the memory that the sampler's weights take."""
-        return 0 if self.live is None else weight_bytes(self.live.model)
 
     @property
     def holds_weights(self) -> bool:

@@ -17,30 +17,14 @@ SHAPES = re.compile("exceeds dimension size|must match the|size mismatch|invalid
 """What torch says of a tensor that does not fit where vLLM's loader puts it; the engine is none the worse."""
 
 
-class Sender:
-    """A publish's stream, which remembers whether an error came out of it.
-
-    Args:
-        tensors: checkpoint names and tensors.
-    """
-
-    def __init__(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        self.tensors, self.failed = tensors, False
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        try:
-            yield from self.tensors
-        except Exception:
-            self.failed = True
-            raise
-
-
 @contextmanager
-def blamed(sender: Sender, version: int, watchdog: Watchdog) -> Iterator[Iterator[tuple[str, Tensor]]]:
+def blamed(
+    tensors: Iterator[tuple[str, Tensor]], version: int, watchdog: Watchdog
+) -> Iterator[Iterator[tuple[str, Tensor]]]:
     """Give the stream to load; what vLLM raises inside is its death or its loader's refusal, the sender's stays.
 
     Args:
-        sender: of the publish.
+        tensors: of the publish, as the sender makes them.
         version: of the publish.
         watchdog: whose clock starts anew at every tensor.
 
@@ -48,11 +32,17 @@ def blamed(sender: Sender, version: int, watchdog: Watchdog) -> Iterator[Iterato
         EngineDiedError: for a crash, or a tensor that takes too long.
         RefusedError: for a tensor that vLLM's loader does not know, or of another shape than it expects.
     """
+    sender_failed = False
 
     def stream() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in sender:
-            watchdog.beat()
-            yield name, tensor
+        nonlocal sender_failed
+        try:
+            for name, tensor in tensors:
+                watchdog.beat()
+                yield name, tensor
+        except Exception:
+            sender_failed = True
+            raise
 
     try:
         with watchdog:
@@ -62,7 +52,7 @@ def blamed(sender: Sender, version: int, watchdog: Watchdog) -> Iterator[Iterato
     except TimeoutError as error:
         raise EngineDiedError(f"The publish hangs: {error}") from error
     except (RuntimeError, MemoryError, ValueError, KeyError, AssertionError) as error:
-        if sender.failed or isinstance(error, ConfigError):
+        if sender_failed or isinstance(error, ConfigError):
             raise
         said = f"{type(error).__name__}: {error}".rstrip(": .")
         if isinstance(error, (RuntimeError, MemoryError)) and not SHAPES.search(said):

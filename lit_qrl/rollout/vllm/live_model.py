@@ -58,7 +58,7 @@ from lit_qrl.rollout.vllm.locations import (
     tensors_of,
     whole_experts,
 )
-from lit_qrl.rollout.vllm.parallel import share, unit_vectors
+from lit_qrl.rollout.vllm.parallel import own_part, unit_vectors
 from lit_qrl.rollout.vllm.upkeep import forget_kernels, pack_again, without_adapters
 
 
@@ -89,7 +89,7 @@ class LiveModel:
         self.routes: Routes | None = None
         self.learns_routes = True
         self._repacked = Checksums()
-        self._held: Held | None = None
+        self._collector: ReceiptCollector | None = None
         self._reload: ExitStack | None = None
         self._direct: DirectLoad | None = None
         self._opaque: list[str] = []
@@ -124,7 +124,7 @@ class LiveModel:
                 return expert
         return None
 
-    def held(self, layers: Iterable[str]) -> dict[str, list[str]]:
+    def holders(self, layers: Iterable[str]) -> dict[str, list[str]]:
         """Return for each module the layers of the checkpoint, among `layers`, that it holds."""
         found: dict[str, list[str]] = {}
         for layer in layers:
@@ -132,11 +132,11 @@ class LiveModel:
                 found.setdefault(place.module_name, []).append(layer)
         return found
 
-    def share(self, name: str, tensor: Tensor) -> Tensor:
+    def own_part(self, name: str, tensor: Tensor) -> Tensor:
         """Return the part of a whole tensor that this process holds: all of it where the engine has no other."""
         layer, _, attribute = name.rpartition(".")
         place = self.locate_layer(layer, attribute) if self.divided and attribute not in DESCRIPTIVE else None
-        return tensor if place is None else share(replace(place, turned=layer in self._turned), tensor)
+        return tensor if place is None else own_part(replace(place, turned=layer in self._turned), tensor)
 
     def begin(self, ledger: ReceivedLedger) -> None:
         """Begin to replace every weight; `ledger` gets what the modules hold.
@@ -146,9 +146,9 @@ class LiveModel:
         self.abandon()
         self._ledger, self.sent, self.pending = ledger, {}, {}
         self._repacked, self._opaque, self._untouched = Checksums(), [], set()
-        self._held = Held(self.sent, ledger)
+        self._collector = ReceiptCollector(self.sent, ledger)
         if self.routes is not None:
-            self._direct = DirectLoad(self, self.routes, ledger)
+            self._direct = DirectLoad(self, self.routes, self._collector)
             return
         with self._inside():
             self._reload = reloading(self.model, self.config)
@@ -157,7 +157,7 @@ class LiveModel:
         """Take a part of the stream: fused groups and experts of a layer may go over into the next."""
         with self._inside():
             if self._direct is not None:
-                parts = ((name, self.share(name, tensor)) for name, tensor in tensors)
+                parts = ((name, self.own_part(name, tensor)) for name, tensor in tensors)
                 self._direct.take(parts if self.divided else tensors)
             else:
                 self.model.load_weights(self._gate(tensors))  # pyright: ignore[reportCallIssue]
@@ -195,7 +195,7 @@ class LiveModel:
     def abandon(self) -> None:
         """Give up what was begun and not finished: layers that got nothing have their old weights back."""
         self._close_reload()
-        self._ledger = self._held = self._direct = None
+        self._ledger = self._collector = self._direct = None
 
     def _close_reload(self) -> None:
         reload, self._reload = self._reload, None
@@ -227,13 +227,13 @@ class LiveModel:
             if place is None or place.rewritten:
                 # Of "experts.0.up_proj.weight", which the hub has in place of a stack, the module that holds them all.
                 self._opaque += [name, *(f"{key.rsplit('.', 3)[0]}." for key in list(handed)[:1] if len(handed) > 1)]
-                self._ledger.record(name, self.share(name, tensor))
+                self._ledger.record(name, self.own_part(name, tensor))
                 if place is None or not note_computed(self._computed, name, place, tensor):
                     self._ledger.unread.append(name)
             elif name in self.sent or place.attribute in DESCRIPTIVE:
-                self._ledger.record(name, self.share(name, tensor))
+                self._ledger.record(name, self.own_part(name, tensor))
             if name not in self.sent and place is not None:
-                self.sent[name] = place, tuple(self.share(name, tensor).shape), tensor.dtype
+                self.sent[name] = place, tuple(self.own_part(name, tensor).shape), tensor.dtype
                 if place.attribute not in DESCRIPTIVE and not place.rewritten:
                     self.pending.setdefault(place.module_name, []).append(name)
             yield from handed.items()
@@ -276,13 +276,8 @@ class LiveModel:
         return watched
 
     def _record(self, module_name: str) -> None:
-        assert self._held is not None
-        self._held.take(self.pending.pop(module_name, []), tensors_of(self._modules[module_name]))
-
-    def note(self, name: str, held: Tensor) -> None:
-        """Take the receipt of what a module holds of a tensor."""
-        assert self._held is not None
-        self._held.note(name, held)
+        assert self._collector is not None
+        self._collector.take(self.pending.pop(module_name, []), tensors_of(self._modules[module_name]))
 
     def _record_unprocessed(self) -> None:
         """Record layers that vLLM does not process after loading, such as norms."""
@@ -305,8 +300,8 @@ class LiveModel:
         for key, (value, _) in wanted.items():
             if key not in found or found[key][0] != value:
                 self._ledger.faults.append(Fault("not_copied", key.replace("\0", ".")))
-        assert self._held is not None
-        self._held.check_digits()
+        assert self._collector is not None
+        self._collector.check_digits()
 
     def _revert_incomplete(self) -> list[Fault]:
         """Drop partly loaded layers from the reload: vLLM would fill the rest with uninitialised memory."""
@@ -325,8 +320,7 @@ class LiveModel:
             if not left and not (short and not hasattr(module, "num_embeddings_padded") and not whole_experts(places)):
                 continue
             came = ", ".join(sorted({one.attribute for one in places})) or f"{info.load_numel} numbers"
-            what = f"without {listed(left, 8)}" if left else f"only {came} arrived"
-            faults.append(Fault("fused_group", module_name, what))
+            faults.append(incomplete(module_name, left, came))
             info.loaded_weights.clear()
             info.load_numel = 0
             self.pending.pop(module_name, None)
@@ -572,13 +566,13 @@ class DirectLoad:
     """One stream on its way along known routes.
 
     Args:
-        live: the engine's model; it takes the receipts.
+        live: the engine's model.
         routes: of its tensors.
-        ledger: for the receipts.
+        collector: of the receipts.
     """
 
-    def __init__(self, live: "LiveModel", routes: Routes, ledger: ReceivedLedger) -> None:
-        self.live, self.routes, self.ledger = live, routes, ledger
+    def __init__(self, live: "LiveModel", routes: Routes, collector: "ReceiptCollector") -> None:
+        self.live, self.routes, self.collector, self.ledger = live, routes, collector, collector.ledger
         self._waiting: dict[str, dict[str, Tensor]] = {}
         self._copied: list[str] = []
 
@@ -588,9 +582,9 @@ class DirectLoad:
             self._take(name, tensor)
 
     def finish(self) -> list[Fault]:
-        """Return a fault for each module that stayed incomplete."""
+        """Take the receipts of what was copied, and return a fault for each module that stayed incomplete."""
         for name in self._copied:
-            self.live.note(name, self.routes.views[name])
+            self.collector.note(name, self.routes.views[name])
         return [self._incomplete(module_name, group) for module_name, group in self._waiting.items()]
 
     def _take(self, name: str, tensor: Tensor) -> None:
@@ -655,9 +649,13 @@ class DirectLoad:
 
     def _incomplete(self, module_name: str, group: dict[str, Tensor]) -> Fault:
         places = [self.routes.places[name] for name in group]
-        left, came = lacking(places), sorted({place.attribute for place in places})
-        detail = f"without {listed(left, 8)}" if left else f"only {', '.join(came)} arrived"
-        return Fault("fused_group", module_name, detail)
+        came = ", ".join(sorted({place.attribute for place in places}))
+        return incomplete(module_name, lacking(places), came)
+
+
+def incomplete(module_name: str, left: list[str], came: str) -> Fault:
+    """Return the fault of a module of which `left` did not come, or of which that alone came which `came` names."""
+    return Fault("fused_group", module_name, f"without {listed(left, 8)}" if left else f"only {came} arrived")
 
 
 def reloading(model: nn.Module, config: Any) -> ExitStack:
@@ -759,7 +757,7 @@ def _numbers_of(config: Any) -> Mapping[str, Tensor]:
     return {name: value for name, value in found.items() if isinstance(value, Tensor)}
 
 
-class Held:
+class ReceiptCollector:
     """Takes the receipts of one publish.
 
     Args:
@@ -933,8 +931,7 @@ def stale_derived(
         ):
             share = share_of_bound(held.reshape(-1, len(chosen)), expected.reshape(-1, len(chosen)), exact)
             wrong.append((f"{name}.{piece}", (share > 1).any()))
-    found = torch.stack([flag for _, flag in wrong]).tolist() if wrong else []
-    return [Fault("derived", name) for (name, _), flag in zip(wrong, found, strict=True) if flag]
+    return _derived_faults(wrong)
 
 
 def note_computed(sent: dict[str, tuple[Place, Tensor]], name: str, place: Place, tensor: Tensor) -> bool:
@@ -967,5 +964,10 @@ def wrongly_computed(sent: dict[str, tuple[Place, Tensor]]) -> list[Fault]:
             load(made, tensor.to(made.device))
             wrong.append((name, (made != held).any()))
     sent.clear()
+    return _derived_faults(wrong)
+
+
+def _derived_faults(wrong: list[tuple[str, Tensor]]) -> list[Fault]:
+    """Return a fault for each name whose flag on the device is True; the host waits for it once."""
     found = torch.stack([flag for _, flag in wrong]).tolist() if wrong else []
     return [Fault("derived", name) for (name, _), flag in zip(wrong, found, strict=True) if flag]

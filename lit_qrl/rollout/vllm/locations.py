@@ -314,16 +314,6 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in own.items() if tensor is not None}
 
 
-def weight_bytes(model: nn.Module) -> int:
-    """Return the memory of all parameters and buffers, each storage counted once."""
-    sizes: dict[int, int] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.numel():
-            storage = tensor.untyped_storage()
-            sizes[storage.data_ptr()] = storage.nbytes()
-    return sum(sizes.values())
-
-
 def narrowed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the tensor in the dtype that was sent, where the engine holds it in a wider one."""
     return tensor.to(dtype) if (dtype, tensor.dtype) in WIDENED else tensor

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lit_qrl.errors import ConfigError
+from lit_qrl.errors import ConfigError, listed
 from lit_qrl.network.structure import states
 
 LONGEST = 400
@@ -212,24 +212,19 @@ def check_head_size(config: Any) -> None:
     if getattr(config, "kv_lora_rank", None):  # latent attention, which has a backend of its own
         return
     layers = getattr(config, "per_layer_config", None) or [config]  # of Gemma 4, whose layers have two sizes
-    for size in sorted({_head_size(layer) for layer in layers}):
-        _check_head_size(size, CPUAttentionBackend)
+    for size in sorted({_head_size(layer) for layer in layers} - {0}):
+        if not CPUAttentionBackend.supports_head_size(size) and not _attends(size):
+            raise ConfigError(
+                "vLLM on CPU has no attention kernel for the size of this model's heads.",
+                expected=f"a head size among {listed(map(str, CPUAttentionBackend.get_supported_head_sizes()), 99)}",
+                given=size,
+                remedy="Use TransformersEngine, or a GPU.",
+            )
 
 
 def _head_size(config: Any) -> int:
     heads = getattr(config, "num_attention_heads", None)
     return getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
-
-
-def _check_head_size(size: int, backend: Any) -> None:
-    if size and not backend.supports_head_size(size) and not _attends(size):
-        sizes = ", ".join(map(str, backend.get_supported_head_sizes()))
-        raise ConfigError(
-            "vLLM on CPU has no attention kernel for the size of this model's heads.",
-            expected=f"a head size among {sizes}",
-            given=size,
-            remedy="Use TransformersEngine, or a GPU.",
-        )
 
 
 def _attends(size: int) -> bool:

@@ -16,23 +16,9 @@ from lit_qrl.network.experts import expert_stacks
 from lit_qrl.rollout.engine import Progress, SamplerSpec
 from lit_qrl.rollout.vllm.locations import ExpertPlace, Place
 from lit_qrl.rollout.vllm.models import latent, recurrent
-from lit_qrl.run.torch_settings import keep_segments_fixed
 
 Joined = tuple[list[Sequence[int]], list[int], slice]
 """The prompts of all processes, the number of each, and which are this process's."""
-
-
-def prepare(size: int) -> None:
-    """Set the process up for an engine, before it takes memory of a GPU.
-
-    vLLM's own sum over the GPUs of an engine opens buffers of CUDA graphs by handles that segments which grow do not
-    have: without this its processes end at their start.
-
-    Args:
-        size: `data.engine.tensor_parallel_size`.
-    """
-    if size > 1:
-        keep_segments_fixed()
 
 
 def check(size: int, spec: SamplerSpec, settings: dict[str, Any]) -> None:
@@ -110,7 +96,7 @@ def check_model(network: nn.Module, size: int, format: NumberFormat | None = Non
         )
 
 
-def share(place: Place, tensor: Tensor) -> Tensor:
+def own_part(place: Place, tensor: Tensor) -> Tensor:
     """Return the part of a whole tensor that this process's module holds, as vLLM's loaders cut it: a view.
 
     Rows of layers whose outputs are divided (q, k, v, gate, up; a key-value head may be held by several), columns of

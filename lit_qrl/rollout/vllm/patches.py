@@ -6,7 +6,6 @@ itself; what is mended by a call in the right moment, and no change, is in `upke
 
 import hashlib
 import inspect
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.rollout.vllm import installation
+from lit_qrl.rollout.vllm import installation, same_kernels
 
 ALL = -1
 """What a request gives as its number of log-probs to get those of the words that it could draw."""
@@ -26,8 +25,6 @@ DUMMY = 2.0**-6
 CUMEM = "vllm.device_allocator.cumem"
 _MARK = "lit_qrl_original"
 _LOADER = "vllm.model_executor.model_loader"
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -164,12 +161,6 @@ def apply_all() -> None:
     for patch in PATCHES:
         if patch.concerns(version, device):
             apply(patch, version)
-        elif version >= _numbers(patch.versions.first) and version[:2] not in installation.RUN_WITH:
-            for misfit in patch.misfits() if patch.device in (None, device) else ():
-                log.warning(
-                    "%s, which the patch %s changed; vLLM needs it no more from %s on.",
-                    misfit, patch.name, patch.versions.fixed,
-                )  # fmt: skip
     installation.check_plugin(device)
 
 
@@ -197,16 +188,32 @@ def _numbers(version: str) -> tuple[int, ...]:
 # ---------------------------------------------------------------------------------------------------- the changes
 
 
-def norm_of_the_sum(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return vLLM's `rms_norm_batch_invariant`, which norms the sum with a residual as it norms everything else."""
+def on_the_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `_compute_inv_freq`, which computes on the CPU, as transformers does, and moves what it found.
 
-    def norm(input: Tensor, weight: Tensor | None, eps: float = 1e-6, residual: Tensor | None = None) -> Any:
-        if residual is None:
-            return original(input, weight, eps)
-        total = input + residual
-        return original(total, weight, eps), total
+    >>> on_the_cpu(lambda rotary, base: torch.tensor([base]))(None, 1e4).device.type
+    'cpu'
+    """
 
-    return norm
+    def frequencies(*args: Any, **named: Any) -> Tensor:
+        device = torch.get_default_device()
+        with torch.device("cpu"):
+            found = original(*args, **named)
+        return found.to(device)
+
+    return frequencies
+
+
+def in_one_piece(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what plans FlashAttention's work, which adds over a sequence's keys in one piece for `same_kernels`."""
+
+    def build(*args: Any, **named: Any) -> Any:
+        plan = original(*args, **named)
+        if same_kernels.active():
+            plan.max_num_splits, plan.scheduler_metadata = 1, None
+        return plan
+
+    return build
 
 
 @torch.no_grad()
@@ -332,15 +339,17 @@ def without_adapter(original: Any) -> Any:
 
 
 _EXPERTS = "vllm.model_executor.layers.fused_moe.config:FusedMoEConfig"
+_FLASH = "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadata"
 _UTILS = "vllm.model_executor.layers.quantization.utils.marlin_utils"
 PATCHES = (
     Patch(
-        "batch_invariance",
-        Versions("0.26", "0.27"),  # batch-invariant engines of later versions are refused
-        "the bits of a norm over a sum depend on the number of rows: its kernel takes blocks of 1024 threads below 256 "
-        "rows and of 256 from there on, and adds the squares in another order in each",
-        "batch_invariant: true has other log-probs at 300 sequences than at 8 (an H200)",
-        {"vllm.model_executor.layers.layernorm:rms_norm_batch_invariant": norm_of_the_sum},
+        "attention_order",
+        Versions("0.26"),
+        "a sequence's keys are added in as many pieces as the batch leaves multiprocessors free, so that the bits of "
+        "its attention depend on what is drawn beside it",
+        "same_kernels: true has other log-probs at 300 sequences than at 8",
+        {f"{_FLASH}Builder.build": in_one_piece},
+        [f"{_FLASH}.max_num_splits", f"{_FLASH}.scheduler_metadata"],
         device="cuda",
     ),
     Patch(
@@ -401,6 +410,15 @@ PATCHES = (
         "AttributeError of a layer's method, which asks whether that parameter is None",
         {f"{_LOADER}.reload:finalize_layerwise_reload": declaring},
         [f"{_LOADER}.reload.layerwise:get_layerwise_info"],
+    ),
+    Patch(
+        "rotary_frequencies",
+        Versions("0.26"),
+        "the frequencies of rotary positions are computed on the GPU, whose powers have other last bits than the "
+        "CPU's, by which transformers computes them: angles of distant tokens differ",
+        "cosines of the engine's cache are not those of the learner's rotary embedding",
+        {"vllm.model_executor.layers.rotary_embedding.base:RotaryEmbeddingBase._compute_inv_freq": on_the_cpu},
+        device="cuda",
     ),
     Patch(
         "sleeping_memory",

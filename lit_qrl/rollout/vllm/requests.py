@@ -24,26 +24,40 @@ from lit_qrl.types import Completion, SamplingParams
 SEED_RANGE = 2**31
 
 
-def drawing(sampling: SamplingParams, seed: int | None, kept: bool = False) -> Any:
+SCORING = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
+"""vLLM's parameters for the log-probs of a given sequence; one token must be drawn, and is dropped."""
+
+
+def sampling_options(sampling: SamplingParams, seed: int | None) -> dict[str, Any]:
     """Return vLLM's parameters of one completion with processed log-probs of the drawn tokens alone.
 
     Args:
         sampling: how tokens are drawn.
         seed: of the request; None leaves vLLM to its own generators.
-        kept: with those of all tokens that could have been drawn.
     """
-    return _sampling_class()(
-        max_tokens=sampling.max_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        stop_token_ids=[] if sampling.ignore_stop else list(sampling.stop_token_ids),
-        ignore_eos=True,  # what ends a completion is in stop_token_ids alone
-        logprobs=ALL if kept else 0,
-        flat_logprobs=True,
-        detokenize=False,
-        seed=seed,
-    )
+    return {
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "stop_token_ids": [] if sampling.ignore_stop else list(sampling.stop_token_ids),
+        "ignore_eos": True,  # what ends a completion is in stop_token_ids alone
+        "logprobs": 0,
+        "detokenize": False,
+        "seed": seed,
+    }
+
+
+def drawing(sampling: SamplingParams, seed: int | None, kept: bool = False) -> Any:
+    """Return `sampling_options` as vLLM takes them in this process.
+
+    Args:
+        sampling: how tokens are drawn.
+        seed: of the request.
+        kept: with the log-probs of all tokens that could have been drawn.
+    """
+    found = sampling_options(sampling, seed)
+    return _sampling_class()(**{**found, "logprobs": ALL if kept else 0}, flat_logprobs=True)
 
 
 def drawings(
@@ -61,8 +75,8 @@ def drawings(
 
 
 def scoring() -> Any:
-    """Return vLLM's parameters for the log-probs of a given sequence; one token must be drawn, and is dropped."""
-    return _sampling_class()(max_tokens=1, prompt_logprobs=0, temperature=0.0, ignore_eos=True, detokenize=False)
+    """Return `SCORING` as vLLM takes it in this process."""
+    return _sampling_class()(**SCORING)
 
 
 def request_seed(seed: int, row: int, sample: int) -> int:
@@ -153,7 +167,6 @@ def converse(
     read: Callable[[Any], Completion],
     adapter: bool,
     watchdog: Watchdog,
-    begun: Sequence[Turn] = (),
 ) -> bool:
     """Draw the turns of a dialogue, each as soon as it is there, and return whether all log-probs were finite.
 
@@ -164,21 +177,18 @@ def converse(
         read: from the output of a turn to its completion.
         adapter: draw through the published adapter.
         watchdog: of the steps.
-        begun: turns that the dialogue has given already.
 
     Raises:
         EngineDiedError: as in `run`.
     """
     asked: dict[int, Turn] = {}
-    finite, turns = True, list(begun)
+    finite = True
     with _stepping(llm, adapter, watchdog) as requests:
         while dialogue.open or asked:
             watchdog.beat()
-            turns = turns or dialogue.waiting("no" if asked else "any")
-            if turns:
+            if turns := dialogue.waiting("no" if asked else "any"):
                 ids = requests.add([turn.tokens for turn in turns], [draw(turn) for turn in turns])
                 asked |= dict(zip(ids, turns, strict=True))
-                turns = []
             for name, output in requests.step() if asked else ():
                 answer = read(output)
                 finite &= all(map(math.isfinite, answer.logprobs))

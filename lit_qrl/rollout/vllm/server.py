@@ -18,13 +18,13 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.rollout.engine import EngineDiedError
+from lit_qrl.rollout.vllm.addresses import Address
 from lit_qrl.rollout.vllm.guard import KEY
 from lit_qrl.rollout.vllm.installation import installed_version, skew, versions
 
@@ -57,52 +57,22 @@ LONGEST_PATH = 80
 """Characters of a folder in which a socket can be: its path may have 107 in all."""
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a server runs.
-
-    Args:
-        name: `cpu` or `cuda:1` for one that the run starts, else its address, `http://host:port` or `https://…`.
-        key: that it asks for; the run makes one for those that it starts.
-        certificates: file of those that its TLS is trusted by; None are the system's.
-    """
-
-    name: str
-    key: str = ""
-    certificates: str | None = None
-
-    @property
-    def started(self) -> bool:
-        """True where the run starts the server."""
-        return "://" not in self.name
-
-
-@dataclass
-class Start:
-    """How a run starts a server.
-
-    Args:
-        arguments: of `vllm serve`, but for address and port.
-        environment: beside the run's own.
-        timeout: seconds that it may take.
-    """
-
-    arguments: Sequence[str] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
-    timeout: float = 1800.0
-
-
 class Server:
     """Every question may raise `EngineDiedError`, after which `restart` and `open` begin anew.
 
     Args:
-        place: of the server.
+        address: of the server.
         silence: seconds without an answer after which it counts as dead.
     """
 
-    def __init__(self, place: Place, silence: float) -> None:
-        self.place, self.silence = place, silence
-        self.how = Start()
+    def __init__(self, address: Address, silence: float) -> None:
+        self.address, self.silence = address, silence
+        self.arguments: Sequence[str] = ()
+        """Of `vllm serve`, where the run starts it, but for address and port."""
+        self.environment: Mapping[str, str] = {}
+        """Of the process, beside the run's own."""
+        self.timeout = 1800.0
+        """Seconds that the start may take."""
         self.ready = False
         """True between `open` and a death."""
         self.version = -1
@@ -110,8 +80,8 @@ class Server:
         self.done: set[str] = set()
         """Kinds of work that it has done since its start; the first of a kind may compile."""
         self._process: subprocess.Popen[bytes] | None = None
-        self._url, self._key = urlsplit(place.name if "://" in place.name else ""), place.key
-        self._tls = ssl.create_default_context(cafile=place.certificates) if self._url.scheme == "https" else None
+        self._url, self._key = urlsplit("" if address.started else address.name), address.key
+        self._tls = ssl.create_default_context(cafile=address.certificates) if self._url.scheme == "https" else None
         self._connections: set[http.client.HTTPConnection] = set()
         self._lock = threading.RLock()
         self._cause, self._seen, self._starting = "", False, False
@@ -121,7 +91,7 @@ class Server:
 
     def start(self) -> None:
         """Start the process, where it is the run's; it gets ready while the caller goes on."""
-        if not self.place.started or self._process is not None:
+        if not self.address.started or self._process is not None:
             return
         self._key, place = secrets.token_hex(32), tempfile.gettempdir()
         place = place if len(place) < LONGEST_PATH else "/tmp"
@@ -129,11 +99,11 @@ class Server:
         inherited = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
         with (self._folder / LOG).open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", LAUNCH, *command(), *self.how.arguments, f"--uds={self._folder / SOCKET}"],
+                [sys.executable, "-c", LAUNCH, *command(), *self.arguments, f"--uds={self._folder / SOCKET}"],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**inherited, **self.how.environment, **NEEDED, KEY: self._key},
+                env={**inherited, **self.environment, **NEEDED, KEY: self._key},
                 start_new_session=True,
             )
 
@@ -146,7 +116,7 @@ class Server:
         """
         self.start()
         self._cause, self._starting = "", False
-        patience = self.how.timeout if self.place.started else AGAIN if self._seen else 0.0
+        patience = self.timeout if self.address.started else AGAIN if self._seen else 0.0
         self._await(time.monotonic() + patience)
         try:
             body = {"method": "connect_json"}
@@ -158,7 +128,7 @@ class Server:
         differing = skew(versions(), found["versions"])
         if differing:
             raise ConfigError(
-                f"The vLLM server at {self.place.name} was started from other versions than the run.",
+                f"The vLLM server at {self.address.name} was started from other versions than the run.",
                 expected="the same on both sides",
                 given=differing,
                 remedy="Install the same packages, and start the server again.",
@@ -176,10 +146,10 @@ class Server:
                 if time.monotonic() < until and not ended:
                     time.sleep(PAUSE)
                     continue
-                if self.place.started or self._seen:
+                if self.address.started or self._seen:
                     raise self.died(f"it did not come up: {_words(error)}") from error
                 raise ConfigError(
-                    f"The vLLM server at {self.place.name} cannot be reached.",
+                    f"The vLLM server at {self.address.name} cannot be reached.",
                     expected=f"`lit-qrl serve` there, which answers within {CONNECT:g} s",
                     given=_words(error),
                     remedy="Start it, and see that no firewall stands between.",
@@ -188,13 +158,13 @@ class Server:
     def _not_ours(self, error: "StatusError") -> ConfigError:
         if error.status == 401:
             return ConfigError(
-                f"The vLLM server at {self.place.name} does not take this run's key.",
+                f"The vLLM server at {self.address.name} does not take this run's key.",
                 expected="the key that the server was started with",
                 given="another",
                 remedy="Give both the same file: data.engine.token_file, and `lit-qrl serve --token_file`.",
             )
         return ConfigError(
-            f"The server at {self.place.name} takes no weights of a run.",
+            f"The server at {self.address.name} takes no weights of a run.",
             expected="`vllm serve` with the flags that `lit-qrl serve --show` prints",
             given=f"status {error.status} where its worker is asked: {error.said[:200]}",
             remedy="Start it by `lit-qrl serve`.",
@@ -243,7 +213,7 @@ class Server:
 
     def _ended(self, why: str) -> str:
         if self._process is None:
-            return f"The vLLM server at {self.place.name} is gone: {why}"
+            return f"The vLLM server at {self.address.name} is gone: {why}"
         status: Any = None
         with suppress(subprocess.TimeoutExpired):
             status = self._process.wait(2.0)
@@ -252,7 +222,7 @@ class Server:
         lines = (self._folder / LOG).read_text(errors="replace").splitlines()
         said = " | ".join(line.strip() for line in lines[-LAST_LINES:] if "Error" in line)[-400:]
         how = "does not answer" if status is None else f"ended with status {status}"
-        return f"The vLLM server on {self.place.name} {how}: {why}{f' ({said})' if said else ''}"
+        return f"The vLLM server on {self.address.name} {how}: {why}{f' ({said})' if said else ''}"
 
     # --------------------------------------------------------------------------------------------------------- asking
 
@@ -304,7 +274,7 @@ class Server:
         return json.loads(said) if said.strip() else {}
 
     def _connection(self) -> http.client.HTTPConnection:
-        if self.place.started:
+        if self.address.started:
             return LocalConnection(f"{self._folder}/{SOCKET}")
         host, port = self._url.hostname or "", self._url.port
         if self._tls is None:
@@ -328,7 +298,7 @@ class Server:
                     else:
                         self.call("beat_json")
 
-        thread = threading.Thread(target=watch, name=f"watch {self.place.name}", daemon=True)
+        thread = threading.Thread(target=watch, name=f"watch {self.address.name}", daemon=True)
         thread.start()
         try:
             yield

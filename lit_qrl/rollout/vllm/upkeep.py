@@ -25,7 +25,8 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
         (parent, name, child)
         for parent in list(model.modules())
         for name, child in list(parent.named_children())
-        if hasattr(child, "lora_a_stacked") or _is_wrapper(child)
+        if hasattr(child, "lora_a_stacked")
+        or (type(child).__name__.endswith("WithLoRA") and isinstance(getattr(child, "base_layer", None), nn.Module))
     ]
     for parent, name, child in wrapped:
         parent._modules[name] = child.base_layer  # pyright: ignore[reportArgumentType]
@@ -34,10 +35,6 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
     finally:
         for parent, name, child in wrapped:
             parent._modules[name] = child
-
-
-def _is_wrapper(module: nn.Module) -> bool:
-    return type(module).__name__.endswith("WithLoRA") and isinstance(getattr(module, "base_layer", None), nn.Module)
 
 
 def register_adapter(manager: Any, rank: int, slot: int) -> None:

@@ -18,7 +18,7 @@ from vllm.distributed.weight_transfer import WeightTransferEngineFactory  # noqa
 
 from lit_qrl.network.structure import outline
 from lit_qrl.receipts.ledger import ReceivedLedger, read_receipts
-from lit_qrl.rollout.vllm.adapter import LiveAdapter
+from lit_qrl.rollout.vllm.adapter import replace_adapter
 from lit_qrl.rollout.vllm.arguments import TRANSFER
 from lit_qrl.rollout.vllm.installation import versions
 from lit_qrl.rollout.vllm.live_model import LiveModel, register_head_bias
@@ -83,7 +83,7 @@ class WorkerExtension:
             config: the policy's PEFT config.
         """
         live, manager = self.weight_transfer_engine.live, self.model_runner.lora_manager
-        LiveAdapter(live, manager, config).load(tensors, ledger)
+        replace_adapter(live, manager, config, tensors, ledger)
         ledger.faults += live.constants.faults()
 
     def check_constants(self) -> None:

@@ -1,8 +1,6 @@
 """What vLLM's CPU build gets wrong, or lacks."""
 
 import os
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -94,47 +92,6 @@ def by_token(original: Any) -> Any:
     return add_lora_logits
 
 
-def of_any_dtype(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what gives each proposed token the setting of its request, floating or not."""
-    del original
-
-    def expand(
-        output: Tensor,
-        input_val: Tensor,
-        cu_num_tokens: Tensor,
-        replace_from: float,
-        replace_to: float,
-        *_: Any,
-        **__: Any,
-    ) -> None:
-        counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
-        output.copy_(input_val.masked_fill(input_val == replace_from, replace_to).repeat_interleave(counts.long()))
-
-    return expand
-
-
-def of_no_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the mask of top_k that takes no rows, too."""
-
-    def keep(logits: Tensor, k: Tensor) -> Tensor:
-        return original(logits, k) if len(logits) else logits
-
-    return keep
-
-
-def of_others(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the search for kernels to replace, which does not see llvmlite's modules: those have any name."""
-
-    def rebind(overrides: Any) -> None:
-        hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "llvmlite"}
-        try:
-            original(overrides)
-        finally:
-            sys.modules.update(hidden)
-
-    return rebind
-
-
 def of_the_run(original: Any) -> Any:
     """Return the meeting in shared memory under a name that the processes draw; it is given back once all are there."""
 
@@ -155,10 +112,6 @@ _ROTARY = "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding"
 _PUNICA = "vllm.lora.punica_wrapper.punica"
 _RELOAD = "vllm.model_executor.model_loader.reload"
 _EXPERTS = "vllm.model_executor.layers.fused_moe"
-_EXPAND, _TOP_K = (
-    "vllm.utils.cpu_triton_utils:_expand_kernel_impl",
-    "vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_only",
-)
 _SHM = "vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed._init_cpu_shm"
 CHANGES = (
     Patch(
@@ -206,24 +159,6 @@ CHANGES = (
         [f"{_PUNICA}_base:PunicaWrapperBase.{name}" for name in ("sampler_indices", "_sampler_indices", "indices_len")],
         device="cpu",
         sources={f"{_PUNICA}_cpu:PunicaWrapperCPU.add_lora_logits": ("3cdf3bea", "c82ece1b")},
-    ),
-    Patch(
-        "proposed_tokens",
-        Versions("0.26"),
-        "logits of proposed tokens are divided by temperatures that were never written, and under top_k a step without "
-        "any fails",
-        "log-probs under data.engine.speculative are off by nats",
-        {_EXPAND: of_any_dtype, _TOP_K: of_no_tokens},
-        device="cpu",
-        sources={_EXPAND: ("b85797a7",)},
-    ),
-    Patch(
-        "compiled_libraries",
-        Versions("0.31"),
-        "an engine that looks tokens up (with numba) cannot be built again",
-        "_rebind_kernels takes a __dict__ of llvmlite's that is no mapping for what it is",
-        {"vllm.triton_utils.dispatcher:_rebind_kernels": of_others},
-        device="cpu",
     ),
     Patch(
         "shared_memory_names",

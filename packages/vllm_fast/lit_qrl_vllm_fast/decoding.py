@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lit_qrl.formats.kernels import gemm
+from lit_qrl.rollout.vllm import same_kernels
 from lit_qrl.rollout.vllm.patches import Patch, Versions
 
 BLOCK = gemm.BLOCK
@@ -46,6 +47,9 @@ def by_blocks(
         dtype: of the result.
     """
     (m, k), n = codes.shape, weight.shape[0]
+    if same_kernels.active():  # the learner's product, whose sums do not depend on the number of rows
+        layout = gemm.block_scale_layout(block_scales)
+        return gemm.scaled_mm_block(codes, scales, weight, layout, bias, dtype)
     if ours(m, n):
         from lit_qrl_vllm_fast import products_triton
 

@@ -7,6 +7,7 @@ from lit_qrl.rollout.embedded.decode import Piece
 from lit_qrl.rollout.graphs import Trust
 from lit_qrl.types import SamplingParams
 from tests.networks import MASK, build_denoiser
+from tests.rollout.graph_stand_ins import Repeated, Wrong, refused
 
 PROMPTS = [[5, 6, 7, 8, 9], [4], [3, 3, 12]]
 PIECES = [Piece(0, 0, 2, 5), Piece(1, 0, 1, 1), Piece(2, 1, 2, 3)]
@@ -137,18 +138,6 @@ def test_truncation_draws_likely_tokens_alone(network):
     assert not torch.equal(run(network, 1, 1, temperature=1.0).tokens, greedy.tokens)
 
 
-class Repeated:
-    """Stands for a CUDA graph: it does the work again when it is replayed."""
-
-    made = 0
-
-    def __init__(self, work, device, former=None):
-        self.work, Repeated.made = work, Repeated.made + 1
-
-    def replay(self):
-        self.work()
-
-
 def replayed(network, monkeypatch, reuse, graph):
     monkeypatch.setattr(graphs, "record", graph)
     monkeypatch.setattr(Repeated, "made", 0)
@@ -168,16 +157,6 @@ def test_replayed_steps_are_the_launched_ones(network, monkeypatch, reuse, recor
     assert Repeated.made == recorded  # one shape for all blocks, but where the columns that are computed get fewer
     assert denoiser.graphs.checked
     assert not denoiser.graphs.broken
-
-
-class Wrong(Repeated):
-    def replay(self):
-        self.work()
-        self.work()  # unmasks twice as many
-
-
-def refused(work, device, former=None):
-    raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
 
 @pytest.mark.parametrize("graph", [Wrong, refused])

@@ -11,7 +11,7 @@ from lit_qrl.network.denoising import Estimator
 from lit_qrl.network.linears import quantizable_linears
 from lit_qrl.network.stream import weight_stream
 from lit_qrl.receipts.ledger import Ledger, compare
-from lit_qrl.rollout import DiffusionEngine, TransformersEngine
+from lit_qrl.rollout import DiffusionEngine
 from lit_qrl.rollout.diffusion.stack import Stack
 from lit_qrl.rollout.engine import Estimates, SamplerSpec, Scores
 from lit_qrl.types import SamplingParams
@@ -147,12 +147,6 @@ def test_bad_options_are_refused_with_a_remedy(network):
 
 def test_the_samplers_layers_are_known(network):
     assert Stack.of(engine_of(network).network) is not None
-
-
-def test_what_the_two_embedded_engines_share():
-    assert DiffusionEngine.denoises
-    assert not TransformersEngine.denoises
-    assert DiffusionEngine(block=32).steps == 16
 
 
 @pytest.mark.gpu

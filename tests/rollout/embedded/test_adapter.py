@@ -106,7 +106,8 @@ def test_what_does_not_fit_is_refused_and_the_old_adapter_stays():
         engine.load_adapter(lacking, 2)
     with pytest.raises(ValueError, match=r"q_proj does not fit.*\(4, 5\)"):
         engine.load_adapter(policy.tensors(**{name: torch.zeros(4, 5)}), 2)
-    foreign = {"base_model.model.model.embed_tokens.lora_A.weight": torch.zeros(2, 2)}
+    embedding = "base_model.model.model.embed_tokens"
+    foreign = {f"{embedding}.lora_{end}.weight": torch.zeros(2, 2) for end in "AB"}
     with pytest.raises(ValueError, match=r"no linear layer for .*embed_tokens"):
         engine.load_adapter(policy.tensors(**foreign), 2)
     assert torch.equal(engine.score(TOKENS)[0], before[0])

@@ -1,18 +1,18 @@
-import types
+from functools import partial
 
 import pytest
 import torch
 from transformers.cache_utils import DynamicCache
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.network.adapters import merged_weights
-from lit_qrl.network.stream import weight_stream
 from lit_qrl.network.structure import cached
 from lit_qrl.rollout.embedded.cache import MARGIN, CacheScales, Rounding
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.engine import SamplerSpec
 from lit_qrl.types import SamplingParams
 from tests.networks import build_network
+from tests.rollout.embedded.test_engine import engine_of as plain_engine
+from tests.rollout.embedded.test_engine import publish
 
 PROMPTS = [[5, 6, 7, 8, 9], [4], [3, 3, 12], [10, 11]]
 SAMPLING = SamplingParams(max_tokens=12, stop_token_ids=(1,))
@@ -27,15 +27,7 @@ def network():
     return network
 
 
-def publish(engine, network, version=0):
-    engine.load_weights(weight_stream(merged_weights(network), None, ()), None, version)
-
-
-def engine_of(network, **options):
-    engine = TransformersEngine(kv_cache_dtype="fp8", share="never", **options)
-    engine.setup(SamplerSpec(sampling=SAMPLING), types.SimpleNamespace(network=network))
-    publish(engine, network)
-    return engine
+engine_of = partial(plain_engine, sampling=SAMPLING, kv_cache_dtype="fp8", share="never")
 
 
 class Cast(DynamicCache):
@@ -115,7 +107,7 @@ def test_scales_follow_the_weights_and_a_probe_leaves_none_behind(network):
         for layer in network.model.layers:
             layer.self_attn.v_proj.weight.mul_(2.0**-12)
             layer.self_attn.o_proj.weight.mul_(2.0**12)
-    publish(engine, network, 1)
+    publish(engine, network, version=1)
     after = engine.generate(PROMPTS, 2, seed=3)
     assert [one.token_ids for one in after] == [one.token_ids for one in before]
     assert [one.logprobs for one in after] == [one.logprobs for one in before]

@@ -12,6 +12,7 @@ from lit_qrl.rollout.embedded.sampling import uniforms
 from lit_qrl.rollout.graphs import Trust
 from lit_qrl.types import SamplingParams
 from tests.networks import build_network
+from tests.rollout.graph_stand_ins import Repeated, Wrong, refused
 
 PROMPTS = [[5, 6, 7, 8, 9], [4], [3, 3, 12], [10, 11]]
 PIECES = [Piece(prompt, 0, 6, len(PROMPTS[prompt])) for prompt in (0, 2, 3, 1)]
@@ -89,28 +90,6 @@ def test_prompts_are_prefilled_once_and_slots_stay_full(network, monkeypatch):
     assert tokens / 8 - 3 <= len(widths) <= tokens / 8 + 12 + 3 * 2 * CHECK
     assert set(widths) <= set(sizes_of(8))
     assert widths == sorted(widths, reverse=True)
-
-
-class Repeated:
-    """Stands for a CUDA graph: it does the work again when it is replayed."""
-
-    made = 0
-
-    def __init__(self, work, device, former=None):
-        self.work, Repeated.made = work, Repeated.made + 1
-
-    def replay(self):
-        self.work()
-
-
-class Wrong(Repeated):
-    def replay(self):
-        self.work()
-        self.work()
-
-
-def refused(work, device, former=None):
-    raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from peft import LoraConfig
 from lit_qrl.errors import ConfigError
 from lit_qrl.receipts.ledger import PublishError, ReceivedLedger, SentLedger, compare
 from lit_qrl.rollout.vllm import adapter as module
-from lit_qrl.rollout.vllm.adapter import ADAPTER_ID, LiveAdapter, check_adapter
+from lit_qrl.rollout.vllm.adapter import ADAPTER_ID, check_adapter, replace_adapter
 from lit_qrl.rollout.vllm.locations import Place
 
 
@@ -22,6 +22,7 @@ def test_adapter_limits_are_checked():
 
 
 RANK, ROOM, WIDTH = 2, 8, 6
+CONFIG = LoraConfig(r=RANK, target_modules=["q_proj"])
 NAMES = ["model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj"]
 
 
@@ -67,10 +68,9 @@ def sent(tensors, version=1):
 @pytest.mark.parametrize(("rslora", "scaling"), [(False, 3.0), (True, 6 / 2**0.5)])
 def test_each_part_lies_in_its_slot_scaled_and_the_rest_is_zero(live, rslora, scaling):
     config = LoraConfig(r=RANK, lora_alpha=6, target_modules=["q_proj", "k_proj"], use_rslora=rslora)
-    adapter, tensors = LiveAdapter(live, live.manager, config), factors()
     for version in (1, 2):
         tensors, ledger = factors(version), ReceivedLedger(version)
-        adapter.load(iter(tensors.items()), ledger)
+        replace_adapter(live, live.manager, config, iter(tensors.items()), ledger)
         assert compare(sent(tensors, version), ledger) == []
     assert len(live.made) == 1  # later publishes write into the same memory
     for part, (a, b) in enumerate(zip(live.wrapper.lora_a_stacked, live.wrapper.lora_b_stacked, strict=True)):
@@ -83,15 +83,13 @@ def test_each_part_lies_in_its_slot_scaled_and_the_rest_is_zero(live, rslora, sc
 
 
 def test_half_a_layer_leaves_the_old_adapter(live):
-    adapter = LiveAdapter(live, live.manager, LoraConfig(r=RANK, target_modules=["q_proj"]))
     half = {name: tensor for name, tensor in factors().items() if not name.endswith("k_proj.lora_B.weight")}
     with pytest.raises(PublishError, match=r"k_proj\.lora_B\.weight"):
-        adapter.load(iter(half.items()), ReceivedLedger(1))
+        replace_adapter(live, live.manager, CONFIG, iter(half.items()), ReceivedLedger(1))
     assert all(tensor.eq(7).all() for tensor in live.wrapper.lora_a_stacked)
 
 
 def test_a_layer_that_the_engine_does_not_adapt_is_named(live):
-    adapter = LiveAdapter(live, live.manager, LoraConfig(r=RANK, target_modules=["q_proj"]))
     tensors = {name.replace("q_proj", "o_proj"): tensor for name, tensor in factors().items() if "q_proj" in name}
     with pytest.raises(ValueError, match=r"adapts no layer model\.layers\.0\.self_attn\.o_proj"):
-        adapter.load(iter(tensors.items()), ReceivedLedger(1))
+        replace_adapter(live, live.manager, CONFIG, iter(tensors.items()), ReceivedLedger(1))

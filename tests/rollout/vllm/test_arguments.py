@@ -4,9 +4,8 @@ import pytest
 import torch
 from transformers import PreTrainedConfig
 
-from lit_qrl.errors import ConfigError
 from lit_qrl.rollout.engine import SamplerSpec
-from lit_qrl.rollout.vllm.arguments import first_runner, llm_arguments, proposals
+from lit_qrl.rollout.vllm.arguments import llm_arguments
 
 NETWORK = torch.nn.Module()
 NETWORK.config = PreTrainedConfig()
@@ -57,12 +56,3 @@ def test_a_cache_that_nobody_sizes_is_as_large_as_can_be_filled(given, options, 
     assert arguments(given=given, **options).get("kv_cache_memory_bytes") == wanted
     monkeypatch.setattr("lit_qrl.rollout.vllm.arguments.sufficient_cache", lambda *rest: None)
     assert ("kv_cache_memory_bytes" in arguments()) is False
-
-
-def test_proposals_are_off_by_default_and_need_the_first_runner():
-    assert proposals(0) == {}
-    assert not first_runner({}, SamplerSpec())
-    assert first_runner(proposals(2), SamplerSpec())
-    assert first_runner({}, SamplerSpec(kept=True))
-    with pytest.raises(ConfigError, match=r"data\.engine\.speculative is negative"):
-        proposals(-1)

@@ -26,7 +26,7 @@ WEIGHTS = 2 * sum(parameter.numel() for parameter in NETWORK.parameters())
 def sufficient(total, share=1.0, held=0, monkeypatch=None, format=None, parts=1, **given):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, total))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: held)
-    given = {"kv_cache_dtype": "auto", "max_num_seqs": 8, "gpu_memory_utilization": share, **given}
+    given = {"max_num_seqs": 8, "gpu_memory_utilization": share, **given}
     return sufficient_cache(NETWORK, 200, torch.bfloat16, format, given, parts)
 
 
@@ -55,8 +55,6 @@ def test_a_cache_that_fits_beside_the_weights_is_asked_for(monkeypatch):
     assert sufficient(fits - 4, monkeypatch=monkeypatch) is None
     assert sufficient(10 * fits, monkeypatch=monkeypatch) == whole  # and no more
     assert sufficient(fits, monkeypatch=monkeypatch, max_num_seqs=9) is None
-    assert sufficient(fits, monkeypatch=monkeypatch, kv_cache_dtype="fp8") == whole // 2
-    assert sufficient(10 * fits, monkeypatch=monkeypatch, kv_cache_dtype="other") is None
 
 
 def test_the_weights_are_those_of_the_format_or_what_the_learner_holds(monkeypatch):

@@ -19,7 +19,7 @@ from lit_qrl.rollout.vllm.engine import VLLMEngine
 from lit_qrl.types import SamplingParams
 from tests.families.configs import BY_TYPE
 from tests.networks import build_network
-from tests.vllm_engines import build_engine, publish, sampler_format, tiny_network
+from tests.vllm_engines import publish, sampler_format, tiny_network
 
 
 def test_missing_installation_names_the_remedy(monkeypatch):
@@ -86,12 +86,6 @@ def test_an_adapter_beside_its_base_needs_room(limit, message):
         VLLMEngine(max_lora_rank=limit).validate(SamplerSpec(adapter=lora))
 
 
-@pytest.mark.parametrize("name", ["mxfp4"])
-def test_format_without_a_kernel_is_refused(name):
-    with pytest.raises(ConfigError, match=rf"no kernel for publisher\.format {name}.*TransformersEngine"):
-        vllm_checks.check_format(formats.get(name))
-
-
 def test_four_bits_under_eight_bit_activations_need_a_gpu(monkeypatch):
     mixed = formats.get("int4_group", activations="fp8")
     with pytest.raises(ConfigError, match="4-bit weights under 8-bit activations"):
@@ -145,7 +139,7 @@ def test_int8_sums_that_overflow_are_refused(install, monkeypatch):
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("name", ["int4_group", "int8_channel"])
-def test_what_is_refused_would_go_wrong(name, monkeypatch):
+def test_what_is_refused_would_go_wrong(name, monkeypatch, built):
     """The refusal is right on this host: without it the engine fails to start, or multiplies with other values."""
     format, network = sampler_format(name), tiny_network()
     try:
@@ -154,16 +148,13 @@ def test_what_is_refused_would_go_wrong(name, monkeypatch):
         refused = True
     else:
         refused = False
-    engine = build_engine(network, format, refusable=False)
-    try:
-        if refused and name == "int4_group":
-            with pytest.raises(AttributeError, match="cpu_gemm_wna16"):
-                publish(network, engine, format, 0)
-        else:
-            faults, _, _ = publish(network, engine, format, 0, everywhere=True)
-            assert {fault.kind for fault in faults} == ({"gemm"} if refused else set())
-    finally:
-        engine.close()
+    engine = built(network, format, refusable=False)
+    if refused and name == "int4_group":
+        with pytest.raises(AttributeError, match="cpu_gemm_wna16"):
+            publish(network, engine, format, 0)
+    else:
+        faults, _, _ = publish(network, engine, format, 0, everywhere=True)
+        assert {fault.kind for fault in faults} == ({"gemm"} if refused else set())
 
 
 @pytest.mark.vllm
@@ -308,9 +299,8 @@ def test_nothing_is_drawn_or_published_before_its_time():
     engine.close()
 
 
-def test_proposed_tokens_and_recorded_experts_do_not_go_together():
-    given = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}
-    vllm_checks.check_speculative(given, SamplerSpec())
-    vllm_checks.check_speculative({}, SamplerSpec(routes=True))
-    with pytest.raises(ConfigError, match=r"RouterReplay needs the experts.*speculative: 0"):
-        vllm_checks.check_speculative(given, SamplerSpec(routes=True))
+@pytest.mark.parametrize("given", [{"kv_cache_dtype": "fp8"}, {"speculative_config": {"method": "ngram"}}])
+def test_what_vllm_draws_with_other_log_probs_is_refused(given):
+    with pytest.raises(ConfigError, match=rf"under {next(iter(given))} was never verified.*Given: "):
+        vllm_checks.check_unverified(given)
+    vllm_checks.check_unverified({"kv_cache_dtype": "auto"})

@@ -35,55 +35,49 @@ BOUNDS |= {"fp8_row": 0.015, "fp8_tensor": 0.015}
 
 
 @pytest.mark.parametrize("name", BOUNDS)
-def test_publishes_arrive_and_generation_follows(name):
+def test_publishes_arrive_and_generation_follows(name, built):
     format, network = sampler_format(name), tiny_network()
-    engine = build_engine(network, format)
+    engine = built(network, format)
     activations = format is not None and format.quantizes_activations
     probe, previous = Probe(VOCABULARY, activations), None
-    try:
-        for version in range(4):
-            faults, sent, report = publish(network, engine, format, version, previous)
-            assert faults == []
-            assert report.version == engine.version == version
-            loaded = {key.rpartition(".")[0]: value for key, value in report.layers.items()}
-            expected = {"plain": "fp32"}.get(name, name)
-            assert {loaded[f"model.layers.{i}.mlp.down_proj"] for i in (0, 1)} == {expected}
-            assert {loaded[f"model.layers.{i}.self_attn.k_proj"] for i in (0, 1)} == {expected}
-            assert loaded["lm_head"] == loaded["model.norm"] == ("bf16" if name == "int4_group" else "fp32")
-            scores = learner_scores(network, probe.tokens, format, dtype=engine.plain_dtype)
-            assert probe.compare(engine.score(probe.tokens), scores).passed
-            assert disagreement(network, engine, format) < BOUNDS[name]
-            previous, before = sent.receipts(), copy.deepcopy(network)
-            optimizer_step(network, seed=version, learning_rate=4e-5 if version < 2 else 0.03)
-        assert disagreement(network, engine, format) > 0.1  # the engine still holds the weights of before the step
-        assert disagreement(before, engine, format) < BOUNDS[name]
-    finally:
-        engine.close()
+    for version in range(4):
+        faults, sent, report = publish(network, engine, format, version, previous)
+        assert faults == []
+        assert report.version == engine.version == version
+        loaded = {key.rpartition(".")[0]: value for key, value in report.layers.items()}
+        expected = {"plain": "fp32"}.get(name, name)
+        assert {loaded[f"model.layers.{i}.mlp.down_proj"] for i in (0, 1)} == {expected}
+        assert {loaded[f"model.layers.{i}.self_attn.k_proj"] for i in (0, 1)} == {expected}
+        assert loaded["lm_head"] == loaded["model.norm"] == ("bf16" if name == "int4_group" else "fp32")
+        scores = learner_scores(network, probe.tokens, format, dtype=engine.plain_dtype)
+        assert probe.compare(engine.score(probe.tokens), scores).passed
+        assert disagreement(network, engine, format) < BOUNDS[name]
+        previous, before = sent.receipts(), copy.deepcopy(network)
+        optimizer_step(network, seed=version, learning_rate=4e-5 if version < 2 else 0.03)
+    assert disagreement(network, engine, format) > 0.1  # the engine still holds the weights of before the step
+    assert disagreement(before, engine, format) < BOUNDS[name]
 
 
 @pytest.mark.parametrize("vocabulary", [512, 501])  # vLLM pads to a multiple of 64
 @pytest.mark.parametrize("name", ["fp8_row", "fp8_tensor", "int8_channel", "int4_group", "nvfp4"])
-def test_a_quantized_head_arrives_too(name, vocabulary):
+def test_a_quantized_head_arrives_too(name, vocabulary, built):
     format, network = sampler_format(name), tiny_network(vocab_size=vocabulary)
-    engine = build_engine(network, format, spec={"quantize_head": True})
+    engine = built(network, format, spec={"quantize_head": True})
     probe, previous = Probe(vocabulary, format.quantizes_activations), None
-    try:
-        for version in range(3):
-            faults, sent, report = publish(network, engine, format, version, previous, everywhere=True)
-            assert faults == []
-            loaded = {key.rpartition(".")[0]: value for key, value in report.layers.items()}
-            assert loaded["lm_head"] == name
-            assert loaded["model.embed_tokens"] == ("bf16" if name == "int4_group" else "fp32")
-            assert engine.read_columns("lm_head", [0, 5]) is not None
-            scores = learner_scores(network, probe.tokens, format, dtype=engine.plain_dtype, head=True)
-            got = engine.score(probe.tokens)
-            assert probe.compare(got, scores).mean < BOUNDS[name]
-            plain_head = learner_scores(network, probe.tokens, format, dtype=engine.plain_dtype)
-            assert probe.compare(got, plain_head).mean > probe.compare(got, scores).mean
-            previous = sent.receipts()
-            optimizer_step(network, seed=version, learning_rate=4e-5 if version < 1 else 0.03)
-    finally:
-        engine.close()
+    for version in range(3):
+        faults, sent, report = publish(network, engine, format, version, previous, everywhere=True)
+        assert faults == []
+        loaded = {key.rpartition(".")[0]: value for key, value in report.layers.items()}
+        assert loaded["lm_head"] == name
+        assert loaded["model.embed_tokens"] == ("bf16" if name == "int4_group" else "fp32")
+        assert engine.read_columns("lm_head", [0, 5]) is not None
+        scores = learner_scores(network, probe.tokens, format, dtype=engine.plain_dtype, head=True)
+        got = engine.score(probe.tokens)
+        assert probe.compare(got, scores).mean < BOUNDS[name]
+        plain_head = learner_scores(network, probe.tokens, format, dtype=engine.plain_dtype)
+        assert probe.compare(got, plain_head).mean > probe.compare(got, scores).mean
+        previous = sent.receipts()
+        optimizer_step(network, seed=version, learning_rate=4e-5 if version < 1 else 0.03)
 
 
 MODELS = {
@@ -105,66 +99,54 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_other_models_follow_too(name):
+def test_other_models_follow_too(name, built):
     build, changes, bound = MODELS[name]
     network = build(**changes)
-    engine = build_engine(network)
-    try:
-        for version in range(3):
-            faults, _, report = publish(network, engine, None, version)
-            assert faults == []
-            asked = [[token % 500 for token in prompt] for prompt in prompts()]
-            for prompt, completion in zip(asked, engine.generate(asked, 1, seed=version), strict=True):
-                expected = reference_logprobs(network, prompt, completion.token_ids)
-                assert (torch.tensor(completion.logprobs) - expected).abs().max() < bound
-            assert report.received.unread == []
-            optimizer_step(network, seed=version, learning_rate=0.03)
-    finally:
-        engine.close()
+    engine = built(network)
+    for version in range(3):
+        faults, _, report = publish(network, engine, None, version)
+        assert faults == []
+        asked = [[token % 500 for token in prompt] for prompt in prompts()]
+        for prompt, completion in zip(asked, engine.generate(asked, 1, seed=version), strict=True):
+            expected = reference_logprobs(network, prompt, completion.token_ids)
+            assert (torch.tensor(completion.logprobs) - expected).abs().max() < bound
+        assert report.received.unread == []
+        optimizer_step(network, seed=version, learning_rate=0.03)
 
 
 # ---------------------------------------------------------------------------------------------------------- adapters
 
 
 @pytest.mark.parametrize("name", ["plain", "int4_group", "fp8_row"])
-def test_adapter_follows_over_an_unchanged_base(name):
+def test_adapter_follows_over_an_unchanged_base(name, built):
     layers = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     lora = LoraConfig(r=4, lora_alpha=12, target_modules=layers)
     format, base = sampler_format(name), tiny_network()
-    engine = build_engine(base, format, lora, max_lora_rank=8)
+    engine = built(base, format, lora, max_lora_rank=8)
     learner = get_peft_model(copy.deepcopy(base), lora)
     generator = torch.Generator().manual_seed(0)
-    try:
-        assert publish(base, engine, format, 0)[0] == []
-        for version in (1, 2, 3):
-            with torch.no_grad():
-                for key, parameter in learner.named_parameters():
-                    if "lora_" in key:
-                        parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
-            tensors = get_peft_model_state_dict(learner)
-            tensors = {key: tensor.to(engine.plain_dtype) for key, tensor in tensors.items()}
-            untouched = {key: tensor.clone() for key, tensor in tensors.items()}
-            sent = SentLedger(version)
-            report = engine.load_adapter(sent.watch(iter(tensors.items())), version)
-            assert compare(sent, report.received) == []
-            assert all(torch.equal(tensors[key], untouched[key]) for key in tensors)
-            asked = [prompt[:140] for prompt in prompts(3)]
-            scores = learner_scores(learner.base_model.model, asked, format, merged=False, dtype=engine.plain_dtype)
-            for got, expected in zip(engine.score(asked), scores, strict=True):
-                assert (got - expected).abs().mean() < 3 * BOUNDS[name]
-            assert engine.generate(prompts(1), 1, 0)[0].version == version
-            assert disagreement(base, engine, format) > 0.05
-        optimizer_step(base, learning_rate=0.02)
-        assert publish(base, engine, format, 4)[0] == []  # merged weights: the adapter is off
-        assert disagreement(base, engine, format) < 2 * BOUNDS[name]
-    finally:
-        engine.close()
-
-
-def test_adapter_above_the_limit_is_refused_with_the_remedy():
-    lora = LoraConfig(r=24, target_modules=["q_proj"])
-    with pytest.raises(ConfigError, match=r"at least 24. Given: 16. Set it to 32"):
-        build_engine(tiny_network(), None, lora, max_lora_rank=16)
+    assert publish(base, engine, format, 0)[0] == []
+    for version in (1, 2, 3):
+        with torch.no_grad():
+            for key, parameter in learner.named_parameters():
+                if "lora_" in key:
+                    parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
+        tensors = get_peft_model_state_dict(learner)
+        tensors = {key: tensor.to(engine.plain_dtype) for key, tensor in tensors.items()}
+        untouched = {key: tensor.clone() for key, tensor in tensors.items()}
+        sent = SentLedger(version)
+        report = engine.load_adapter(sent.watch(iter(tensors.items())), version)
+        assert compare(sent, report.received) == []
+        assert all(torch.equal(tensors[key], untouched[key]) for key in tensors)
+        asked = [prompt[:140] for prompt in prompts(3)]
+        scores = learner_scores(learner.base_model.model, asked, format, merged=False, dtype=engine.plain_dtype)
+        for got, expected in zip(engine.score(asked), scores, strict=True):
+            assert (got - expected).abs().mean() < 3 * BOUNDS[name]
+        assert engine.generate(prompts(1), 1, 0)[0].version == version
+        assert disagreement(base, engine, format) > 0.05
+    optimizer_step(base, learning_rate=0.02)
+    assert publish(base, engine, format, 4)[0] == []  # merged weights: the adapter is off
+    assert disagreement(base, engine, format) < 2 * BOUNDS[name]
 
 
 # ------------------------------------------------------------------------------------------------------- one engine
@@ -314,18 +296,11 @@ def test_norms_are_replaced_in_place_and_alone(plain):
     assert disagreement(network, engine) < 1e-4
 
 
-def test_another_format_and_an_adapter_without_room_are_refused(plain):
+def test_another_format_is_refused(plain):
     network, engine = plain
     with pytest.raises(ValueError, match=r"holds one format\. Expected: plain weights\. Given: fp8_row"):
         publish(network, engine, sampler_format("fp8_row"), 1)
-    with pytest.raises(ConfigError, match="max_lora_rank"):
-        engine.load_adapter(iter([]), 1)
     assert disagreement(network, engine) < 1e-4
-
-
-def test_memory_is_counted_once(plain):
-    network, engine = plain
-    assert 0 < engine.weight_bytes() <= sum(p.numel() * 4 for p in network.parameters()) * 1.2
 
 
 def test_a_closed_engine_leaves_nothing_in_memory(monkeypatch):
@@ -340,13 +315,8 @@ def test_a_closed_engine_leaves_nothing_in_memory(monkeypatch):
     assert model() is None
 
 
-def test_a_token_outside_the_vocabulary_is_bad_input_and_no_death():
-    network = tiny_network()
-    engine = build_engine(network)
-    try:
-        publish(network, engine, None, 0)
-        with pytest.raises(ConfigError, match="Prompt 1 holds a token"):
-            engine.generate([[3, 4], [VOCABULARY]], 1, seed=0)
-        assert len(engine.generate([[3, 4]], 1, seed=0)) == 1
-    finally:
-        engine.close()
+def test_a_token_outside_the_vocabulary_is_bad_input_and_no_death(plain):
+    _, engine = plain
+    with pytest.raises(ConfigError, match="Prompt 1 holds a token"):
+        engine.generate([[3, 4], [VOCABULARY]], 1, seed=0)
+    assert len(engine.generate([[3, 4]], 1, seed=0)) == 1

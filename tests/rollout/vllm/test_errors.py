@@ -6,7 +6,7 @@ import torch
 from lit_qrl.errors import ConfigError, MemoryShortageError, within_memory
 from lit_qrl.receipts.ledger import Fault, PublishError, RefusedError
 from lit_qrl.rollout.engine import EngineDiedError
-from lit_qrl.rollout.vllm.errors import LONGEST, Sender, blamed, deadly
+from lit_qrl.rollout.vllm.errors import LONGEST, blamed, deadly
 from lit_qrl.rollout.vllm.watchdog import Watchdog
 from tests.vllm_engines import build_engine, checkpoint, publish, tiny_network
 
@@ -15,7 +15,7 @@ SENT = [("a.weight", torch.ones(2)), ("b.weight", torch.zeros(2))]
 
 def loaded(error=None, tensors=SENT, watchdog=None):
     """Take a whole stream as an engine does, then raise."""
-    with blamed(Sender(iter(tensors)), 3, watchdog or Watchdog(60)) as stream:
+    with blamed(iter(tensors), 3, watchdog or Watchdog(60)) as stream:
         taken = list(stream)
         if error is not None:
             raise error
@@ -85,7 +85,7 @@ def test_a_publish_that_hangs_is_a_death_and_every_tensor_has_its_own_time():
             yield item
 
     watchdog = Watchdog(60, what="the publish of one tensor")
-    with blamed(Sender(stream()), 3, watchdog) as sent:
+    with blamed(stream(), 3, watchdog) as sent:
         list(sent)
 
     def hanging():

@@ -7,7 +7,6 @@ from transformers import Qwen3MoeConfig
 from lit_qrl.rollout.vllm import live_model as vllm_direct
 from lit_qrl.rollout.vllm.locations import tensors_of
 from tests.vllm_engines import (
-    build_engine,
     checkpoint,
     disagreement,
     optimizer_step,
@@ -47,101 +46,89 @@ def reload_alone(monkeypatch):
 
 
 @pytest.mark.parametrize("name", [*FORMATS, "experts"])
-def test_the_modules_hold_what_a_reload_puts_there(name, monkeypatch):
+def test_the_modules_hold_what_a_reload_puts_there(name, monkeypatch, built):
     kind, name = ((Qwen3MoeConfig,), "plain") if name == "experts" else ((), name)
     format, network = sampler_format(name), tiny_network(*kind, dtype=torch.bfloat16, **(EXPERTS if kind else {}))
-    engine = build_engine(network, format)
-    try:
-        assert publish(network, engine, format, 0, everywhere=True)[0] == []
-        before = held(engine)
-        optimizer_step(network, seed=1, learning_rate=0.02)
-        with monkeypatch.context() as patch:
-            reload_alone(patch)
-            assert publish(network, engine, format, 1, everywhere=True)[0] == []
-        along = held(engine)
-        pointers = {place.module_name: place.module for place in engine.live.routes.places.values()}
-        assert pointers
-        engine.live.routes = None
-        assert publish(network, engine, format, 2, everywhere=True)[0] == []
-        again = held(engine)
-        assert along.keys() == again.keys() == before.keys()
-        assert all(torch.equal(bits(along[key]), bits(again[key])) for key in along)
-        assert any(not torch.equal(bits(along[key]), bits(before[key])) for key in along)
-        assert disagreement(network, engine, format) < 0.05
-    finally:
-        engine.close()
+    engine = built(network, format)
+    assert publish(network, engine, format, 0, everywhere=True)[0] == []
+    before = held(engine)
+    optimizer_step(network, seed=1, learning_rate=0.02)
+    with monkeypatch.context() as patch:
+        reload_alone(patch)
+        assert publish(network, engine, format, 1, everywhere=True)[0] == []
+    along = held(engine)
+    pointers = {place.module_name: place.module for place in engine.live.routes.places.values()}
+    assert pointers
+    engine.live.routes = None
+    assert publish(network, engine, format, 2, everywhere=True)[0] == []
+    again = held(engine)
+    assert along.keys() == again.keys() == before.keys()
+    assert all(torch.equal(bits(along[key]), bits(again[key])) for key in along)
+    assert any(not torch.equal(bits(along[key]), bits(before[key])) for key in along)
+    assert disagreement(network, engine, format) < 0.05
 
 
-def test_weights_that_lie_as_they_were_sent_are_copied(format_rows):
+def test_weights_that_lie_as_they_were_sent_are_copied(format_rows, built):
     format_rows("fp8_block", vllm_copied_on=("cpu", "cuda"))
     format, network = sampler_format("fp8_block"), tiny_network(dtype=torch.bfloat16)
-    engine = build_engine(network, format)
-    try:
-        assert publish(network, engine, format, 0)[0] == []
-        routes = engine.live.routes
-        fused = "model.layers.0.self_attn.qkv_proj"
-        assert routes.copies(fused)
-        assert not routes.copies("lm_head")
-        memory = {name: view.data_ptr() for name, view in routes.views.items()}
-        for version in range(1, 3):
-            optimizer_step(network, seed=version, learning_rate=0.02)
-            assert publish(network, engine, format, version, everywhere=True)[0] == []
-            assert disagreement(network, engine, format) < 0.05
-        assert memory == {name: view.data_ptr() for name, view in routes.views.items()}
-        sent = dict(checkpoint(network, engine, format))
-        for name in routes.views:
-            assert torch.equal(bits(engine.read_back(name)), bits(sent[name]))
+    engine = built(network, format)
+    assert publish(network, engine, format, 0)[0] == []
+    routes = engine.live.routes
+    fused = "model.layers.0.self_attn.qkv_proj"
+    assert routes.copies(fused)
+    assert not routes.copies("lm_head")
+    memory = {name: view.data_ptr() for name, view in routes.views.items()}
+    for version in range(1, 3):
+        optimizer_step(network, seed=version, learning_rate=0.02)
+        assert publish(network, engine, format, version, everywhere=True)[0] == []
+        assert disagreement(network, engine, format) < 0.05
+    assert memory == {name: view.data_ptr() for name, view in routes.views.items()}
+    sent = dict(checkpoint(network, engine, format))
+    for name in routes.views:
+        assert torch.equal(bits(engine.read_back(name)), bits(sent[name]))
 
-        def broken(target, change):
-            return lambda stream: ((name, change(tensor) if name == target else tensor) for name, tensor in stream)
+    def broken(target, change):
+        return lambda stream: ((name, change(tensor) if name == target else tensor) for name, tensor in stream)
 
-        target = "model.layers.0.self_attn.k_proj.weight"
-        faults = publish(network, engine, format, 3, wire=broken(target, lambda codes: codes.flip(0)))[0]
-        assert ("different", target) in {(fault.kind, fault.name) for fault in faults}
-        faults = publish(network, engine, format, 4, wire=broken(target, lambda codes: codes[:64]))[0]
-        assert ("shape", target) in {(fault.kind, fault.name) for fault in faults}
-        scale = f"{target}_scale"
-        faults = publish(network, engine, format, 5, wire=broken(scale, lambda scales: scales.float() * 1.001))[0]
-        assert ("dtype", scale) in {(fault.kind, fault.name) for fault in faults}
-        assert publish(network, engine, format, 6)[0] == []
-    finally:
-        engine.close()
+    target = "model.layers.0.self_attn.k_proj.weight"
+    faults = publish(network, engine, format, 3, wire=broken(target, lambda codes: codes.flip(0)))[0]
+    assert ("different", target) in {(fault.kind, fault.name) for fault in faults}
+    faults = publish(network, engine, format, 4, wire=broken(target, lambda codes: codes[:64]))[0]
+    assert ("shape", target) in {(fault.kind, fault.name) for fault in faults}
+    scale = f"{target}_scale"
+    faults = publish(network, engine, format, 5, wire=broken(scale, lambda scales: scales.float() * 1.001))[0]
+    assert ("dtype", scale) in {(fault.kind, fault.name) for fault in faults}
+    assert publish(network, engine, format, 6)[0] == []
 
 
-def test_a_tensor_that_no_module_takes_is_named():
+def test_a_tensor_that_no_module_takes_is_named(built):
     network = tiny_network()
-    engine = build_engine(network)
-    try:
-        assert publish(network, engine, None, 0)[0] == []
+    engine = built(network)
+    assert publish(network, engine, None, 0)[0] == []
 
-        def longer(stream):
-            yield from stream
-            yield "model.layers.9.mlp.down_proj.weight", torch.ones(2, 2)
+    def longer(stream):
+        yield from stream
+        yield "model.layers.9.mlp.down_proj.weight", torch.ones(2, 2)
 
-        faults = publish(network, engine, None, 1, wire=longer)[0]
-        assert ("missing", "model.layers.9.mlp.down_proj.weight") in {(fault.kind, fault.name) for fault in faults}
-    finally:
-        engine.close()
+    faults = publish(network, engine, None, 1, wire=longer)[0]
+    assert ("missing", "model.layers.9.mlp.down_proj.weight") in {(fault.kind, fault.name) for fault in faults}
 
 
-def test_a_layer_whose_repacking_fails_keeps_its_weights(monkeypatch):
+def test_a_layer_whose_repacking_fails_keeps_its_weights(monkeypatch, built):
     network = tiny_network()
-    engine = build_engine(network)
-    try:
-        assert publish(network, engine, None, 0)[0] == []
-        before = held(engine)
-        target = engine.live.locate_layer("model.layers.1.mlp.down_proj").module
+    engine = built(network)
+    assert publish(network, engine, None, 0)[0] == []
+    before = held(engine)
+    target = engine.live.locate_layer("model.layers.1.mlp.down_proj").module
 
-        def fail(layer):
-            raise RuntimeError("no kernel")
+    def fail(layer):
+        raise RuntimeError("no kernel")
 
-        with monkeypatch.context() as patch:
-            patch.setattr(target.quant_method, "process_weights_after_loading", fail)
-            with pytest.raises(RuntimeError, match="no kernel"):
-                vllm_direct.repack(target, lambda: None)
-        after = held(engine)
-        assert all(torch.equal(bits(before[key]), bits(after[key])) for key in before)
-        assert publish(network, engine, None, 1)[0] == []
-        assert disagreement(network, engine) < 1e-4
-    finally:
-        engine.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(target.quant_method, "process_weights_after_loading", fail)
+        with pytest.raises(RuntimeError, match="no kernel"):
+            vllm_direct.repack(target, lambda: None)
+    after = held(engine)
+    assert all(torch.equal(bits(before[key]), bits(after[key])) for key in before)
+    assert publish(network, engine, None, 1)[0] == []
+    assert disagreement(network, engine) < 1e-4

@@ -58,16 +58,14 @@ def test_on_a_cpu_the_plug_in_is_asked_for_and_on_a_gpu_it_is_not(names, asked, 
             installation.check_plugin("cpu")
 
 
-def test_build_for_the_other_device_is_refused(install, monkeypatch):
-    install("0.32.0", cpu=True)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(ConfigError, match="CPU build, but this host has a GPU"):
-        check_installation()
-
-
-def test_gpu_build_needs_a_gpu(install):
-    install("0.32.0", cpu=False)
-    with pytest.raises(ConfigError, match="built for CUDA, but this host has no GPU"):
+@pytest.mark.parametrize(
+    ("cpu", "named"),
+    [(True, "CPU build, but this host has a GPU"), (False, "built for CUDA, but this host has no GPU")],
+)
+def test_a_build_for_the_other_device_is_refused(cpu, named, install, monkeypatch):
+    install("0.32.0", cpu=cpu)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cpu)
+    with pytest.raises(ConfigError, match=named):
         check_installation()
 
 

@@ -71,7 +71,6 @@ def test_a_gpu_or_a_vllm_without_its_kernels_is_refused(hopper, available, capab
         ({"format": formats.get("nvfp4")}, "Marlin.*depends on the batch.*Given: nvfp4"),
         ({"format": formats.get("fp8_block")}, "kernel that was not tried.*Given: fp8_block"),
         ({"max_lora_rank": 8}, "max_lora_rank: 0.*Given: 8"),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype: auto.*Given: fp8"),
         ({"engine_args": {"attention_backend": "FLASHINFER"}}, "attention_backend left out.*Given: .*FLASHINFER"),
         ({"engine_args": {"compilation_config": {"mode": 3}}}, "compilation_config left out"),
     ],

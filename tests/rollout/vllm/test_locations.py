@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from lit_qrl.formats.int4_group import Int4Group
 from lit_qrl.receipts.checksum import slice_of, slices
 from lit_qrl.rollout.vllm import locations
 from lit_qrl.rollout.vllm.locations import (
@@ -14,8 +13,6 @@ from lit_qrl.rollout.vllm.locations import (
     copy_all,
     lacking,
     loaded_format,
-    tensors_of,
-    undescribed,
     whole_experts,
 )
 from tests.operations import counted
@@ -149,24 +146,6 @@ def test_experts_are_whole_when_all_came_with_all_that_came_of_any():
     assert not whole_experts([*codes, *scales[:4]])
     assert not whole_experts([*codes, Place("experts", nn.Module(), "w2_weight")])
     assert not whole_experts([])
-
-
-def test_shapes_of_experts_are_left_out_of_a_stream():
-    format = Int4Group(group_size=8)
-    quantized = format.quantize(torch.randn(4, 8))
-    layers = ["layers.0.mlp.experts.0.up_proj", "layers.0.self_attn.q_proj"]
-    stream = (pair for layer in layers for pair in format.export(quantized, layer))
-    expected = [f"{layers[0]}.weight_packed", f"{layers[0]}.weight_scale"]
-    expected += [f"{layers[1]}.{suffix}" for suffix in ("weight_packed", "weight_scale", "weight_shape")]
-    assert [name for name, _ in undescribed(stream, layers[:1])] == expected
-
-
-def test_tensors_of_a_module_are_its_own_that_exist():
-    module = nn.Sequential(nn.Linear(2, 2))
-    module.register_buffer("scale", torch.ones(1))
-    module.register_parameter("released", None)
-    assert list(tensors_of(module)) == ["scale"]
-    assert set(tensors_of(module[0])) == {"weight", "bias"}
 
 
 def made(name, **attributes):

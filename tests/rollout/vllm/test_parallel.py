@@ -9,10 +9,10 @@ from torch import distributed
 from lit_qrl import formats
 from lit_qrl.errors import ConfigError
 from lit_qrl.rollout.engine import Learners, SamplerSpec
-from lit_qrl.rollout.vllm.client import RemoteEngine
+from lit_qrl.rollout.vllm.client import RemoteVLLMEngine
 from lit_qrl.rollout.vllm.engine import VLLMEngine
 from lit_qrl.rollout.vllm.locations import Place
-from lit_qrl.rollout.vllm.parallel import check, check_model, joined, share, unit_vectors
+from lit_qrl.rollout.vllm.parallel import check, check_model, joined, own_part, unit_vectors
 from tests.networks import build_network
 from tests.routes import build_mixture
 
@@ -48,7 +48,6 @@ def test_what_an_engine_of_several_processes_cannot_be_is_refused(size, given, s
         ({"max_lora_rank": 8}, "max_lora_rank: 8"),
         ({"sleep_level": 1}, "sleep_level: 1"),
         ({"batch_invariant": True}, "batch_invariant: True"),
-        ({"speculative": 2}, "speculative: "),
     ],
 )
 def test_what_needs_an_engine_whole_is_refused_beside_several_processes(option, named):
@@ -58,7 +57,7 @@ def test_what_needs_an_engine_whole_is_refused_beside_several_processes(option, 
 
 def test_an_engine_of_several_processes_is_none_of_another_process():
     with pytest.raises(ConfigError, match=r"What tensor_parallel_size needs of an engine, vLLM's server does not do"):
-        RemoteEngine(VLLMEngine(tensor_parallel_size=2))
+        RemoteVLLMEngine(tensor_parallel_size=2)
 
 
 @pytest.mark.vllm
@@ -125,7 +124,7 @@ def test_each_process_holds_its_part(kind, part, shape, cut):
     parts = ("q_proj", "k_proj", "v_proj") if kind == "QKVParallelLinear" else ()
     place = Place("layer", layer(kind, num_kv_head_replicas=1), "weight", part, parts)
     tensor = torch.randn(shape)
-    assert torch.equal(share(place, tensor), cut(tensor))
+    assert torch.equal(own_part(place, tensor), cut(tensor))
 
 
 @pytest.mark.vllm
@@ -135,14 +134,14 @@ def test_a_key_value_head_is_held_by_several(rank):
         "qkv", layer("QKVParallelLinear", num_kv_head_replicas=2, tp_size=4, tp_rank=rank), "weight", 1, "qkv"
     )
     tensor = torch.randn(8, 6)  # two heads of 4
-    assert torch.equal(share(place, tensor), tensor.view(2, 4, 6)[rank // 2])
+    assert torch.equal(own_part(place, tensor), tensor.view(2, 4, 6)[rank // 2])
 
 
 @pytest.mark.vllm
 def test_rows_of_the_vocabulary_are_those_that_the_module_counts():
     rows = SimpleNamespace(org_vocab_start_index=3, org_vocab_end_index=5)
     tensor = torch.randn(5, 2)
-    assert torch.equal(share(Place("embed", SimpleNamespace(shard_indices=rows), "weight"), tensor), tensor[3:])
+    assert torch.equal(own_part(Place("embed", SimpleNamespace(shard_indices=rows), "weight"), tensor), tensor[3:])
 
 
 @pytest.mark.vllm
@@ -150,7 +149,7 @@ def test_rows_of_the_vocabulary_are_those_that_the_module_counts():
 def test_what_cannot_be_cut_is_named(options, message):
     place = Place("layers.0.qkv", layer("ColumnParallelLinear"), "weight", **options)
     with pytest.raises(ConfigError, match=message):
-        share(place, torch.randn(7, 6))
+        own_part(place, torch.randn(7, 6))
 
 
 def test_a_process_alone_asks_for_itself():

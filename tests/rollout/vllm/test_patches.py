@@ -15,7 +15,7 @@ from lit_qrl.types import SamplingParams
 from tests.families.configs import BY_TYPE, random_network
 from tests.families.vllm_cells import eager_network, start
 from tests.families.vllm_cells import publish as publish_cell
-from tests.vllm_engines import build_engine, prompts, publish, sampler_format, tiny_network
+from tests.vllm_engines import prompts, publish, sampler_format, tiny_network
 
 BY_NAME = {patch.name: patch for patch in PATCHES}
 
@@ -83,13 +83,7 @@ def test_what_is_gone_is_an_error_that_names_patch_symbol_and_version_and_nothin
     assert module.count() == 1
 
 
-def test_a_patch_may_be_for_one_device():
-    assert patch("count", device="cuda").concerns((0, 26, 0), "cuda")
-    assert not patch("count", device="cuda").concerns((0, 26, 0), "cpu")
-    assert not patch("count").concerns((0, 25, 0), "cpu")
-
-
-def test_those_are_made_that_the_installed_version_needs(fake, install, monkeypatch, caplog):
+def test_those_are_made_that_the_installed_version_needs(fake, install, monkeypatch):
     made = []
     module = fake("vllm.part", count=lambda: 1, other=lambda: 5)
     mine = (
@@ -105,9 +99,6 @@ def test_those_are_made_that_the_installed_version_needs(fake, install, monkeypa
     apply_all()
     assert (module.count(), module.other()) == (2, 5)
     assert made == ["cpu"]
-    (line,) = caplog.messages  # a symbol that is gone where the fault is, too
-    assert "vllm.part.gone is not there" in line
-    assert "the patch mended changed; vLLM needs it no more from 0.32 on" in line
 
 
 def test_they_are_few_and_each_is_for_some_version_that_was_run():
@@ -143,8 +134,11 @@ def test_all_log_probs_are_those_of_the_words_that_were_left(fake):
         fake(name)
     fake("vllm.v1.sample.sampler", Sampler=kind)
     fake("vllm.logprobs", FlatLogprobs=Flat)
+    made = []
     for _ in range(2):
         BY_NAME["kept_tokens"].make()
+        made.append(kind.gather_logprobs)
+    assert made[0] is made[1]
     logprobs = torch.tensor([[-1.0, -math.inf, -0.5, -math.inf], [-math.inf, 0.0, -math.inf, -math.inf]])
     gather = SimpleNamespace(sampler=kind()).sampler.gather_logprobs  # through an instance, as vLLM calls it
     found, _ = gather(logprobs, 4, None)
@@ -154,62 +148,49 @@ def test_all_log_probs_are_those_of_the_words_that_were_left(fake):
     assert gather(logprobs[:0], 4, None)[0].shape == (0, 1)  # a step in which nothing is drawn
 
 
-def test_a_static_method_is_changed_once(fake):
-    kind = type("Sampler", (), {"gather_logprobs": staticmethod(lambda *given: given)})
-    for name in ("vllm", "vllm.v1", "vllm.v1.sample"):
-        fake(name)
-    fake("vllm.v1.sample.sampler", Sampler=kind)
-    fake("vllm.logprobs", FlatLogprobs=type("Flat", (), {"start_indices": []}))
-    BY_NAME["kept_tokens"].make()
-    first = kind.gather_logprobs
-    BY_NAME["kept_tokens"].make()
-    assert kind.gather_logprobs is first
-
-
 @pytest.mark.gpu
 @pytest.mark.vllm
 @pytest.mark.parametrize("truncation", [{"top_p": 0.8}, {"top_k": 7}, {"top_p": 0.8, "top_k": 50, "temperature": 1.3}])
-def test_on_a_gpu_log_probs_are_those_over_the_kept_tokens(truncation, margin):
+def test_on_a_gpu_log_probs_are_those_over_the_kept_tokens(truncation, margin, built):
     network = tiny_network().cuda().bfloat16()
     sampling = SamplingParams(max_tokens=16, ignore_stop=True, **truncation)
     spec = {"kept": True, "sampling": sampling}
-    engine = build_engine(network, spec=spec, quick_start=True, gpu_memory_utilization=0.05)
+    engine = built(network, spec=spec, quick_start=True, gpu_memory_utilization=0.05)
     asked, furthest = prompts(6, 60), 0.0
-    try:
-        publish(network, engine, None, 0)
-        for prompt, one in zip(asked, engine.generate(asked, 1, seed=3), strict=True):
-            with torch.no_grad():
-                logits = network(input_ids=torch.tensor([[*prompt, *one.token_ids]]).cuda()).logits[0, :-1].float()
-            scores = (logits[len(prompt) - 1 :] / sampling.temperature).cpu()
-            for step, (token, logprob, kept) in enumerate(zip(one.token_ids, one.logprobs, one.kept, strict=True)):
-                assert token in kept.tolist()
-                assert (
-                    1 <= len(kept) < 512
-                )  # of `top_k` there may be more: logits in bf16 tie, and all of them are kept
-                own = scores[step][token] - scores[step][kept.long()].logsumexp(0)
-                furthest = max(furthest, abs(float(own) - logprob))
-        assert furthest < 0.1
-        assert (
-            engine.generate(asked[:2], 1, seed=3, sampling=SamplingParams(max_tokens=4, temperature=0))[0].kept is None
-        )
-        assert len(engine.score(asked[:2])) == 2
-    finally:
-        engine.close()
+    publish(network, engine, None, 0)
+    for prompt, one in zip(asked, engine.generate(asked, 1, seed=3), strict=True):
+        with torch.no_grad():
+            logits = network(input_ids=torch.tensor([[*prompt, *one.token_ids]]).cuda()).logits[0, :-1].float()
+        scores = (logits[len(prompt) - 1 :] / sampling.temperature).cpu()
+        for step, (token, logprob, kept) in enumerate(zip(one.token_ids, one.logprobs, one.kept, strict=True)):
+            assert token in kept.tolist()
+            assert 1 <= len(kept) < 512  # of `top_k` there may be more: logits in bf16 tie, and all of them are kept
+            own = scores[step][token] - scores[step][kept.long()].logsumexp(0)
+            furthest = max(furthest, abs(float(own) - logprob))
+    assert furthest < 0.1
+    assert engine.generate(asked[:2], 1, seed=3, sampling=SamplingParams(max_tokens=4, temperature=0))[0].kept is None
+    assert len(engine.score(asked[:2])) == 2
     margin(f"kept through vLLM on a GPU ({truncation}), |log-ratio| at most", f"{furthest:.1e}")
 
 
-def test_a_norm_with_a_residual_is_the_norm_of_the_sum_and_returns_it():
-    def original(input, weight, eps, residual=None):
-        assert residual is None
-        return input / (input.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+def test_attention_is_in_one_piece_for_an_engine_that_computes_as_the_learner_does(monkeypatch):
+    plan = SimpleNamespace(max_num_splits=4, scheduler_metadata=2)
+    build = patches.in_one_piece(lambda: plan)
+    assert build().max_num_splits == 4
+    monkeypatch.setattr(patches.same_kernels, "_active", True)
+    assert (build().max_num_splits, plan.scheduler_metadata) == (1, None)
 
-    norm = patches.norm_of_the_sum(original)
-    x, y, weight = torch.tensor([[1.0, 2.0]]), torch.tensor([[2.0, 2.0]]), torch.tensor([1.0, 2.0])
-    out, total = norm(x, weight, 0.0, residual=y)
-    torch.testing.assert_close(out, torch.tensor([[3.0, 8.0]]) / 12.5**0.5)
-    assert total.tolist() == [[3.0, 4.0]]
-    assert x.tolist() == [[1.0, 2.0]]
-    torch.testing.assert_close(norm(x, weight, 0.0), torch.tensor([[1.0, 4.0]]) / 2.5**0.5)
+
+def test_rotary_frequencies_are_computed_on_the_cpu():
+    seen = []
+
+    def frequencies(base):
+        seen.append(torch.zeros(1).device.type)
+        return 1 / base ** torch.arange(0, 1, 0.5)
+
+    with torch.device("meta"):
+        found = patches.on_the_cpu(frequencies)(4.0)
+    assert (seen, found.device.type) == (["cpu"], "meta")
 
 
 @pytest.mark.parametrize(
@@ -222,29 +203,19 @@ def test_numbers_are_exact(dtype):
     assert tensor.float().unique().tolist() == [DUMMY]
 
 
-def test_integers_are_zero_and_what_has_no_memory_is_left():
-    tensor = torch.full((3,), 200, dtype=torch.uint8)
-    fill(tensor)
-    assert tensor.tolist() == [0, 0, 0]
-    fill(torch.empty(2, device="meta"))
-
-
 @pytest.mark.vllm
 @pytest.mark.parametrize("name", ["plain", "nvfp4", "fp8_row"])
-def test_an_engine_starts_with_finite_weights_and_logits(name):
+def test_an_engine_starts_with_finite_weights_and_logits(name, built):
     format = sampler_format(name)
-    engine = build_engine(tiny_network(), format)
-    try:
-        engine._start(format)
-        weights = dict(engine.live.model.named_parameters())
-        assert all(weight.float().isfinite().all() for weight in weights.values())
-        embedding = next(weight for key, weight in weights.items() if "embed_tokens" in key)
-        assert set(embedding.unique().tolist()) <= {0.0, DUMMY}  # vLLM's padding is 0
-        engine._usable = True
-        scores = engine.score([[5, 6, 7]])
-        assert scores[0].isfinite().all()
-    finally:
-        engine.close()
+    engine = built(tiny_network(), format)
+    engine._start(format)
+    weights = dict(engine.live.model.named_parameters())
+    assert all(weight.float().isfinite().all() for weight in weights.values())
+    embedding = next(weight for key, weight in weights.items() if "embed_tokens" in key)
+    assert set(embedding.unique().tolist()) <= {0.0, DUMMY}  # vLLM's padding is 0
+    engine._usable = True
+    scores = engine.score([[5, 6, 7]])
+    assert scores[0].isfinite().all()
 
 
 @pytest.mark.vllm
@@ -281,12 +252,6 @@ def test_layers_share_marlins_lock_memory_over_reloads(fake, monkeypatch):
     assert first.shape == (8,)
     assert all(other.marlin_make_workspace_new(device, 2) is first for other in modules)
     assert modules[0].marlin_make_workspace_new(device) is not first
-
-
-def test_the_end_of_an_engine_ends_no_group():
-    ended = []
-    patches.nothing_ended(lambda shutdown_ray=False: ended.append(shutdown_ray))(shutdown_ray=True)
-    assert not ended
 
 
 def test_what_packing_released_is_none_again_and_the_rest_is_left(fake):

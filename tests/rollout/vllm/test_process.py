@@ -90,11 +90,6 @@ def _alone(rank, meeting):
     distributed.destroy_process_group()
 
 
-def test_a_process_by_itself_stays_as_it_is():
-    with own_world():
-        assert not distributed.is_initialized()
-
-
 @pytest.mark.parametrize("owned", [False, True])
 def test_an_engine_that_ends_leaves_a_group_that_it_did_not_make(monkeypatch, owned):
     ended = []

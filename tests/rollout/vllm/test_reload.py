@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lit_qrl.rollout.vllm.live_model import complete, register_head_bias, reloading, same_kernel
+from lit_qrl.rollout.vllm.live_model import register_head_bias, reloading, same_kernel
 
 
 @pytest.fixture
@@ -28,18 +28,6 @@ def opened(monkeypatch):
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setitem(sys.modules, "vllm.model_executor.model_loader", loader)
     return SimpleNamespace(model_config="closed"), story
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_reload_is_closed_whatever_happens_inside(fails, opened):
-    config, story = opened
-    model = torch.nn.Linear(2, 2)
-    with pytest.raises(RuntimeError) if fails else nullcontext():
-        with reloading(model, config):
-            story.append("inside")
-            if fails:
-                raise RuntimeError
-    assert story == ["open", "inside", "closed"]
 
 
 def test_the_view_of_a_convolution_that_was_packed_elsewhere_follows(opened):
@@ -102,34 +90,3 @@ def test_scales_that_the_kernel_cannot_take_are_an_error():
     module.quant_method = method = experts_of([1.0, 2.0], [3.0])
     with pytest.raises(RuntimeError, match=r"_w1.scale.: \(3,\)"), same_kernel(module):
         vars(method).update(vars(experts_of([5.0, 6.0, 7.0], [7.0])))
-
-
-def test_experts_that_are_packed_for_the_first_time_keep_their_first_kernel():
-    module = torch.nn.Module()
-    module.quant_method = method = SimpleNamespace(moe_kernel=None, moe_quant_config=None)
-    made = experts_of([5.0], [7.0])
-    with same_kernel(module):
-        vars(method).update(vars(made))
-    assert method.moe_kernel is made.moe_kernel
-
-
-@pytest.mark.parametrize(("came", "processed"), [(2, True), (1, False)])
-def test_a_module_is_processed_when_its_tensors_came_though_more_are_waited_for(came, processed, monkeypatch):
-    story, module = [], torch.nn.Linear(2, 2)
-    buffered = [("w13_weight_shape", None), ("weight", None), ("bias", None)][: 1 + came]
-    info = SimpleNamespace(can_load=lambda: True, loaded_weights=buffered)
-    layerwise = SimpleNamespace(
-        get_layerwise_info=lambda layer: info,
-        _layerwise_process=lambda layer, found: story.append((layer, found)),
-        LOADING_LAYERS={module},
-    )
-    reload = SimpleNamespace(layerwise=layerwise)
-    for name in ("vllm", "vllm.model_executor", "vllm.model_executor.model_loader"):
-        monkeypatch.setitem(sys.modules, name, SimpleNamespace())
-    monkeypatch.setitem(sys.modules, "vllm.model_executor.model_loader.reload", reload)
-    complete(module, 2)
-    assert story == ([(module, info)] if processed else [])
-    assert (module in layerwise.LOADING_LAYERS) != processed
-    info.can_load = lambda: False
-    complete(module, 2)
-    assert len(story) == processed

@@ -23,7 +23,6 @@ from lit_qrl.types import SamplingParams
 from tests.vllm_engines import (
     COMPLETION_LIMIT,
     VOCABULARY,
-    build_engine,
     prompts,
     publish,
     reference_logprobs,
@@ -172,26 +171,23 @@ class Counting(MultiTurnTask):
 
 
 @pytest.mark.vllm
-def test_turns_of_many_conversations_interleave_and_are_scored_over_the_whole_sequence():
+def test_turns_of_many_conversations_interleave_and_are_scored_over_the_whole_sequence(built):
     network = tiny_network()
-    engine = build_engine(network)
-    try:
-        publish(network, engine, None, 0)
-        sampling = SamplingParams(stop_token_ids=tuple(range(0, VOCABULARY, 4)))
-        starts = prompts(count=6, length=20)
-        drawn = []
-        for _ in range(2):
-            with Conversations(Counting(), [{}] * 6, starts, lambda said: [7], str, COMPLETION_LIMIT, seed=3) as talks:
-                engine.converse(talks, sampling)
-            drawn.append(talks.completions())
-        first, again = drawn
-        assert [one.token_ids for one in first] == [one.token_ids for one in again]
-        assert max(one.episode.turns for one in first) == 3
-        for prompt, one in zip(starts, first, strict=True):
-            expected = reference_logprobs(network, prompt, one.token_ids)
-            mask = torch.tensor(one.drawn)
-            torch.testing.assert_close(torch.tensor(one.logprobs)[mask], expected[mask], atol=1e-4, rtol=0)
-            assert (~mask).sum() == one.episode.turns - 1 or one.episode.ended == "length"
-            assert one.version == 0
-    finally:
-        engine.close()
+    engine = built(network)
+    publish(network, engine, None, 0)
+    sampling = SamplingParams(stop_token_ids=tuple(range(0, VOCABULARY, 4)))
+    starts = prompts(count=6, length=20)
+    drawn = []
+    for _ in range(2):
+        with Conversations(Counting(), [{}] * 6, starts, lambda said: [7], str, COMPLETION_LIMIT, seed=3) as talks:
+            engine.converse(talks, sampling)
+        drawn.append(talks.completions())
+    first, again = drawn
+    assert [one.token_ids for one in first] == [one.token_ids for one in again]
+    assert max(one.episode.turns for one in first) == 3
+    for prompt, one in zip(starts, first, strict=True):
+        expected = reference_logprobs(network, prompt, one.token_ids)
+        mask = torch.tensor(one.drawn)
+        torch.testing.assert_close(torch.tensor(one.logprobs)[mask], expected[mask], atol=1e-4, rtol=0)
+        assert (~mask).sum() == one.episode.turns - 1 or one.episode.ended == "length"
+        assert one.version == 0

@@ -20,18 +20,15 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.engine import EngineDiedError, Learners, Pauses, SamplerSpec
 from lit_qrl.rollout.vllm import client, guard, server, ways
+from lit_qrl.rollout.vllm.addresses import Address, addresses, read_key
 from lit_qrl.rollout.vllm.client import (
-    RemoteEngine,
     RemoteVLLMEngine,
     between,
     completion_of,
     ledger_of,
-    places,
-    read_key,
 )
-from lit_qrl.rollout.vllm.engine import VLLMEngine
 from lit_qrl.rollout.vllm.installation import versions
-from lit_qrl.rollout.vllm.server import Place, Server
+from lit_qrl.rollout.vllm.server import Server
 from lit_qrl.types import SamplingParams
 from tests.vllm_engines import tiny_network
 
@@ -76,7 +73,7 @@ def connected(**changes):
 
 def test_a_server_that_knows_the_run_is_opened():
     with standing_in(lambda path, body: (200, connected())) as address:
-        one = Server(Place(address, KEY), silence=5)
+        one = Server(Address(address, KEY), silence=5)
         assert one.open()["longest"] == 9
         assert one.ready
 
@@ -92,12 +89,12 @@ def test_a_server_that_knows_the_run_is_opened():
 )
 def test_what_is_no_server_of_the_run_is_one_paragraph(key, answer, named):
     with standing_in(answer) as address, pytest.raises(ConfigError, match=named):
-        Server(Place(address, key), silence=5).open()
+        Server(Address(address, key), silence=5).open()
 
 
 def test_a_server_that_nobody_started_is_named_and_one_that_was_there_is_dead(monkeypatch):
     monkeypatch.setattr(server, "AGAIN", 0.0)
-    one = Server(Place("http://127.0.0.1:9", KEY), silence=5)
+    one = Server(Address("http://127.0.0.1:9", KEY), silence=5)
     with pytest.raises(ConfigError, match=r"127\.0\.0\.1:9 cannot be reached.*Connection refused"):
         one.open()
     one._seen = True
@@ -114,7 +111,7 @@ def test_silence_in_the_middle_of_a_draw_is_a_death_of_all_that_wait(monkeypatch
         return 200, {}
 
     with standing_in(answer) as address:
-        one, start = Server(Place(address, KEY), silence=0.5), time.monotonic()
+        one, start = Server(Address(address, KEY), silence=0.5), time.monotonic()
         one.done.add("draw")
         with (
             pytest.raises(EngineDiedError, match=r"is gone: no answer to /collective_rpc for 0\.5 s"),
@@ -129,7 +126,7 @@ def test_silence_in_the_middle_of_a_draw_is_a_death_of_all_that_wait(monkeypatch
 
 def test_a_server_that_fails_is_dead_and_one_that_refuses_is_not():
     with standing_in(lambda path, body: (int(path[1:]), {})) as address:
-        one = Server(Place(address, KEY), silence=5)
+        one = Server(Address(address, KEY), silence=5)
         with pytest.raises(server.StatusError, match="answered 400"):
             one.post("/400")
         with pytest.raises(EngineDiedError, match="answered 500"):
@@ -217,16 +214,11 @@ def test_a_completion_says_which_weights_drew_it_where_the_server_does():
 
 
 @pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"sleep_level": 1}, "sleep_level"),
-        ({"batch_invariant": True}, "batch_invariant"),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
-    ],
+    ("options", "named"), [({"sleep_level": 1}, "sleep_level"), ({"batch_invariant": True}, "batch_invariant")]
 )
 def test_what_the_server_does_not_do_is_refused_by_name(options, named):
     with pytest.raises(ConfigError, match=named):
-        RemoteEngine(VLLMEngine(**options))
+        RemoteVLLMEngine(**options)
 
 
 def test_it_stands_still_between_two_steps_as_no_engine_of_this_process_does():
@@ -245,14 +237,14 @@ def test_addresses_and_their_key(tmp_path, caplog):
         (tmp_path / "token").chmod(mode)
         read_key(tmp_path / "token")
         assert (f"chmod 600 {tmp_path / 'token'}" in caplog.text) is told
-    found = places("auto", ["node:80", "https://other:443"], str(tmp_path / "token"), Learners())
+    found = addresses("auto", ["node:80", "https://other:443"], str(tmp_path / "token"), Learners())
     assert [(one.name, one.key) for one in found] == [("http://node:80", KEY), ("https://other:443", KEY)]
     assert not any(one.started for one in found)
     with pytest.raises(ConfigError, match="malformed"):
-        places("auto", ["node"], str(tmp_path / "token"), Learners())
+        addresses("auto", ["node"], str(tmp_path / "token"), Learners())
     with pytest.raises(ConfigError, match="fewer engines than the learner has processes"):
-        places("auto", ["node:80"], str(tmp_path / "token"), Learners(whole=(0, 2)))
-    assert [one.name for one in places("auto", None, None, Learners())] == ["cpu"]
+        addresses("auto", ["node:80"], str(tmp_path / "token"), Learners(whole=(0, 2)))
+    assert [one.name for one in addresses("auto", None, None, Learners())] == ["cpu"]
 
 
 @pytest.fixture

@@ -52,34 +52,31 @@ def failing(held):
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("where", WHERE)
-def test_a_failed_start_leaves_the_process_as_it_was(where, monkeypatch, tmp_path):
+def test_a_failed_start_leaves_the_process_as_it_was(where, monkeypatch, tmp_path, built):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # other processes have folders in the usual one
     module, name = WHERE[where]
     network, held = tiny_network(), []
-    engine = build_engine(network)
+    engine = built(network)
     before, generator = state(), torch.get_rng_state()
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr(f"{module}.{name}", failing(held))
-            if name == "ensure_model_parallel_initialized":
-                patch.setattr(f"vllm.v1.worker.gpu_worker.{name}", failing(held))
-            with pytest.raises(RuntimeError, match="it cannot start"):
-                publish(network, engine, None, 0)
-        assert state() == before
-        assert torch.equal(torch.get_rng_state(), generator)
-        assert [one() for one in held] == [None]
-        assert engine.llm is None
-        assert publish(network, engine, None, 1)[0] == []
-        assert disagreement(network, engine) < 1e-4
-        engine.close()
-        with monkeypatch.context() as patch:  # an engine that once ran died when it does not start again
-            patch.setattr(f"{module}.{name}", failing(held))
-            if name == "ensure_model_parallel_initialized":
-                patch.setattr(f"vllm.v1.worker.gpu_worker.{name}", failing(held))
-            with pytest.raises(EngineDiedError, match="did not start again: RuntimeError: it cannot start"):
-                publish(network, engine, None, 2)
-    finally:
-        engine.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(f"{module}.{name}", failing(held))
+        if name == "ensure_model_parallel_initialized":
+            patch.setattr(f"vllm.v1.worker.gpu_worker.{name}", failing(held))
+        with pytest.raises(RuntimeError, match="it cannot start"):
+            publish(network, engine, None, 0)
+    assert state() == before
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert [one() for one in held] == [None]
+    assert engine.llm is None
+    assert publish(network, engine, None, 1)[0] == []
+    assert disagreement(network, engine) < 1e-4
+    engine.close()
+    with monkeypatch.context() as patch:  # an engine that once ran died when it does not start again
+        patch.setattr(f"{module}.{name}", failing(held))
+        if name == "ensure_model_parallel_initialized":
+            patch.setattr(f"vllm.v1.worker.gpu_worker.{name}", failing(held))
+        with pytest.raises(EngineDiedError, match="did not start again: RuntimeError: it cannot start"):
+            publish(network, engine, None, 2)
 
 
 @pytest.mark.vllm
@@ -103,21 +100,17 @@ def test_a_group_that_was_there_before_stays(monkeypatch, tmp_path):
 
 
 @pytest.mark.vllm
-def test_an_engine_that_runs_is_left_alone(monkeypatch):
+def test_an_engine_that_runs_is_left_alone(monkeypatch, built):
     network = tiny_network()
-    first, second = build_engine(network), build_engine(network)
-    try:
-        publish(network, first, None, 0)
-        groups = sorted(vllm_start._groups())
-        with monkeypatch.context() as patch:
-            patch.setattr("vllm.v1.worker.gpu_model_runner.GPUModelRunner.initialize_kv_cache", failing([]))
-            with pytest.raises(RuntimeError, match="it cannot start"):
-                publish(network, second, None, 0)
-        assert sorted(vllm_start._groups()) == groups
-        assert disagreement(network, first) < 1e-4
-    finally:
-        second.close()
-        first.close()
+    first, second = built(network), built(network)
+    publish(network, first, None, 0)
+    groups = sorted(vllm_start._groups())
+    with monkeypatch.context() as patch:
+        patch.setattr("vllm.v1.worker.gpu_model_runner.GPUModelRunner.initialize_kv_cache", failing([]))
+        with pytest.raises(RuntimeError, match="it cannot start"):
+            publish(network, second, None, 0)
+    assert sorted(vllm_start._groups()) == groups
+    assert disagreement(network, first) < 1e-4
 
 
 def raise_with_local(error):

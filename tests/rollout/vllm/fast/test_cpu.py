@@ -1,6 +1,5 @@
 """What the CPU build of vLLM gets wrong, fault by fault; whole engines: tests/rollout/test_vllm_known_faults.py."""
 
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +10,6 @@ from torch import distributed
 from lit_qrl.rollout.vllm.patches import find
 
 PATCHES = {one.name: one for one in cpu.CHANGES}
-GIVEN = torch.tensor([0.5, 0.0, 2.0]), torch.tensor([2, 2, 5], dtype=torch.int32)
 
 
 @pytest.mark.parametrize("by_token", [False, True])
@@ -115,53 +113,3 @@ def test_two_engines_meet_in_memory_of_their_own_and_leave_no_name_behind(monkey
     assert len(set(names)) == 2
     assert all(name.startswith("-tp:0-[0-1]-cpushm-") for name in names)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(f"{name}_0" for name in names)
-
-
-def test_each_proposed_token_has_the_setting_of_its_request():
-    expand = cpu.of_any_dtype(None)
-    for dtype in (torch.float32, torch.int32, torch.int64):
-        settings, ends = torch.tensor([3, 0, 2]).to(dtype), GIVEN[1]
-        out = torch.full((5,), 9, dtype=dtype)
-        expand(out, settings, ends, 0, 1, MAX_NUM_TOKENS=32)
-        assert out.tolist() == [3, 3, 2, 2, 2]
-    out = torch.empty(4)
-    expand(out, torch.tensor([0.0, 0.7]), torch.tensor([3, 4]), 0, 1)
-    torch.testing.assert_close(out, torch.tensor([1.0, 1.0, 1.0, 0.7]))
-
-
-def test_a_step_without_proposed_tokens_is_left_as_it_is():
-    asked = []
-    keep = cpu.of_no_tokens(lambda logits, k: asked.append(k) or logits + 1)
-    empty = torch.empty(0, 4)
-    assert keep(empty, torch.empty(0)) is empty
-    assert torch.equal(keep(torch.zeros(1, 4), torch.tensor([2])), torch.ones(1, 4))
-    assert len(asked) == 1
-
-
-@pytest.mark.vllm
-def test_vllm_s_own_writes_nothing():
-    import vllm._custom_ops  # noqa: F401  loads its library
-    from vllm.utils import cpu_triton_utils
-
-    expand = getattr(cpu_triton_utils._expand_kernel_impl, "lit_qrl_original", cpu_triton_utils._expand_kernel_impl)
-    out = torch.full((5,), 9.0)
-    expand(out, *GIVEN, 0, 1)
-    assert out.tolist() == [9.0] * 5  # it can go when this fails
-
-
-def test_llvmlite_is_out_of_sight_inside_and_back_after(fake):
-    modules = {name: fake(name) for name in ("llvmlite", "llvmlite.binding", "llvmlitelike")}
-    seen = []
-
-    def rebind(overrides):
-        seen.append([name for name in modules if name in sys.modules])
-        if overrides == "fails":
-            raise KeyError
-
-    for overrides in ("works", "fails"):
-        try:
-            cpu.of_others(rebind)(overrides)
-        except KeyError:
-            assert overrides == "fails"
-        assert all(sys.modules[name] is module for name, module in modules.items())
-    assert seen == [["llvmlitelike"]] * 2

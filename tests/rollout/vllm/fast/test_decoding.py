@@ -55,20 +55,14 @@ def test_what_our_kernel_does_not_multiply_is_left_to_vllm(monkeypatch):
 def test_a_scale_that_is_of_no_whole_blocks_is_left_to_vllm(monkeypatch):
     monkeypatch.setattr(decoding, "takes", lambda *given: True)
     seen = []
-    apply, kernel = patched(lambda *given, **named: seen.append(given))
-    layer, x = layer_of(256, 384), torch.randn(3, 384)
-    for scale in (layer.weight_scale.t().contiguous().t(), layer.weight_scale[:, :1], None):
-        apply(kernel, SimpleNamespace(weight=layer.weight, weight_scale=scale), x)
-    assert len(seen) == 3
-
-
-def test_a_layer_that_is_left_to_vllm_gets_what_it_was_given():
-    seen = []
     apply, kernel = patched(lambda *given, **named: seen.append((given, named)))
-    layer, x, bias = layer_of(256, 384), torch.randn(3, 384), torch.randn(256)
-    apply(kernel, layer, x, bias, other=1)
-    assert seen[0][1] == {"other": 1}
-    assert [a is b for a, b in zip(seen[0][0], (kernel, layer, x, bias), strict=True)] == [True] * 4
+    made, x, bias = layer_of(256, 384), torch.randn(3, 384), torch.randn(256)
+    for scale in (made.weight_scale.t().contiguous().t(), made.weight_scale[:, :1], None):
+        layer = SimpleNamespace(weight=made.weight, weight_scale=scale)
+        apply(kernel, layer, x, bias, other=1)
+        given, named = seen.pop()
+        assert named == {"other": 1}
+        assert [a is b for a, b in zip(given, (kernel, layer, x, bias), strict=True)] == [True] * 4
 
 
 def test_codes_and_scales_reach_the_product_with_their_layer_s(monkeypatch):

@@ -4,10 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from lit_qrl.receipts.checksum import slices
 from lit_qrl.receipts.ledger import ReceivedLedger, SentLedger, compare
-from lit_qrl.rollout.vllm.live_model import Held, Narrower, by_stack
-from lit_qrl.rollout.vllm.locations import ExpertPlace, Place
+from lit_qrl.rollout.vllm.live_model import ReceiptCollector
+from lit_qrl.rollout.vllm.locations import ExpertPlace
 from tests.operations import counted
 
 LEAVES = ("gate_proj", "up_proj")
@@ -34,7 +33,7 @@ def faults(stream, sent, held):
     out, back = SentLedger(1), ReceivedLedger(1)
     for name, tensor in stream.items():
         out.record(name, tensor)
-    taken = Held(sent, back)
+    taken = ReceiptCollector(sent, back)
     taken.take(list(stream), held)
     taken.check_digits()
     return {(fault.kind, fault.name) for fault in compare(out, back)}
@@ -77,29 +76,7 @@ def test_receipts_of_many_experts_take_the_launches_of_few(wide):
     def launches(count):
         stream, sent, held = mixture(count, wide)
         ledger = ReceivedLedger(1)
-        taken = Held(sent, ledger)
+        taken = ReceiptCollector(sent, ledger)
         return counted(lambda: [taken.take(list(stream), held), taken.check_digits(), ledger.receipts()])
 
     assert launches(64) == launches(16)
-
-
-def test_slices_are_narrowed_together_and_single_tensors_alone():
-    stack = torch.tensor([[1.0, 2.0], [3.0, 1 + 2**-12]])
-    narrower = Narrower()
-    first, second = (narrower.of(str(index), one, torch.bfloat16) for index, one in enumerate(slices(stack)))
-    alone = narrower.of("alone", torch.tensor([2**-140]), torch.bfloat16)
-    assert first.tolist() == [1.0, 2.0]
-    assert second.tolist() == [3.0, 1.0]
-    assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
-    assert alone.dtype == torch.bfloat16
-    same = torch.ones(2)
-    assert narrower.of("same", same, torch.float32) is same
-    assert narrower.lost() == ["1", "alone"]
-
-
-def test_names_are_sorted_by_the_stack_they_lie_in():
-    _, sent, _ = mixture(3)
-    sent["router.weight"] = Place("router", nn.Module(), "weight"), (3, 16), torch.float32
-    found = {place.attribute + str(place.part): experts for place, experts in by_stack(sent, sent)}
-    assert found["w13_weight1"] == {expert: f"experts.{expert}.up_proj.weight" for expert in range(3)}
-    assert len(found) == 4

@@ -1,0 +1,89 @@
+"""Decoder layers whose sampler computes as the learner does, to the last bit and at full speed.
+
+Learner and sampler differ in the last bits where they add in another order. A format that quantizes activations makes
+steps of such bits: a code flips, and flips feed each other through the layers. Here each operation of a layer is the
+same on both sides, and none depends on what else is in the batch:
+
+| operation | kernel of both |
+|---|---|
+| norm, with the residual sum before it | the learner's (`formats/kernels/norm_triton.py`), one row a program |
+| quantized inputs and their products | vLLM's (`precision/vllm_kernels/kernels.py`) |
+| rotation, gated activation | each its own: elementwise, rounded alike |
+| attention | FlashAttention of vLLM, all keys of a sequence in one piece |
+
+Embedding and output head are each side's own. What is left of the mismatch is the head's last bits, of which nothing
+makes steps. `batch_invariant` ends that too, at a price.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_qrl.errors import ConfigError
+
+_active = False
+REMEDY = "Set data.engine.same_kernels to false."
+
+
+def active() -> bool:
+    """Return whether the engine of this process computes as the learner does."""
+    return _active
+
+
+def check(arguments: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` where this host has not the kernels, or a setting chooses others.
+
+    Args:
+        arguments: of `vllm.LLM`.
+    """
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    for fits, what, expected, given in (
+        (capability == (9, 0), "This host's GPU", "compute capability 9.0", capability or "no GPU"),
+        (arguments.get("attention_backend") in (None, "FLASH_ATTN"), "The attention of engine_args", "FLASH_ATTN",
+         arguments.get("attention_backend")),
+    ):  # fmt: skip
+        if not fits:
+            raise ConfigError(
+                f"{what} has not the kernels by which learner and sampler compute alike.",
+                expected=expected,
+                given=given,
+                remedy=REMEDY,
+            )
+
+
+@contextmanager
+def built(enabled: bool) -> Iterator[None]:
+    """Give the engine that is built inside the learner's norms, and attention in one piece, where it is `enabled`."""
+    global _active
+    _active = enabled
+    if not enabled:
+        yield
+        return
+    registry: dict[str, Any] = import_module("vllm.model_executor.custom_op").op_registry_oot
+    layer: Any = import_module("vllm.model_executor.layers.layernorm").RMSNorm
+    registry["RMSNorm"] = _norm_of(layer)
+    try:
+        yield
+    finally:
+        del registry["RMSNorm"]
+
+
+def _norm_of(layer: type[Any]) -> type[Any]:
+    """Return vLLM's class of norms by the learner's kernel, as its registry of replaced layers takes it."""
+
+    class RMSNorm(layer):
+        def forward_cuda(self, x: Tensor, residual: Tensor | None = None) -> Any:
+            from lit_qrl.formats.kernels import norm_triton
+
+            if self.variance_size_override is not None or not self.has_weight:
+                return super().forward_cuda(x, residual)
+            flat = (-1, x.shape[-1])
+            beside = None if residual is None else residual.reshape(flat)
+            h, y, _ = norm_triton.norm(x.reshape(flat), self.weight.data, self.variance_epsilon, beside)
+            return y.view(x.shape) if residual is None else (y.view(x.shape), h.view(x.shape))
+
+    return RMSNorm
