@@ -22,11 +22,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from lit_qrl.callbacks.ais import AIS
-from lit_qrl.callbacks.masked import MaskedIS
-from lit_qrl.callbacks.opsm import OffPolicySequenceMask
-from lit_qrl.callbacks.rejection import GeometricRejection
-from lit_qrl.callbacks.truncated import TruncatedIS
-from lit_qrl.callbacks.veto import TokenVeto
+from lit_qrl.callbacks.rejection import GeometricRejection, OffPolicySequenceMask, TokenVeto
+from lit_qrl.callbacks.truncated import MaskedIS, TruncatedIS
 from lit_qrl.functional import diagnostics, objective
 from lit_qrl.functional.importance import batch_normalized, log_ratio
 from lit_qrl.functional.mismatch import mismatch_metrics

@@ -12,6 +12,9 @@ from typing import Any
 MOVED = {
     "callbacks.base": "loop.hooks",
     "callbacks.geometric": "callbacks.rejection",
+    "callbacks.masked": "callbacks.truncated",
+    "callbacks.opsm": "callbacks.rejection",
+    "callbacks.veto": "callbacks.rejection",
     "loggers": "run.loggers",
     "precision.formats": "formats",
     "precision.formats.configs": "formats.base",

@@ -1,6 +1,5 @@
 """Saves the run in one fixed place, atomically, in the background, as often as costs little."""
 
-import os
 import signal
 import threading
 import time
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint
@@ -20,7 +19,7 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.optim.schedule import plateaus_seen
 from lit_qrl.run.checkpoint_files import Cadence, CheckpointFiles, read_checkpoint, staging, whole_checkpoints
 from lit_qrl.run.description import Described
-from lit_qrl.run.folder import last_checkpoint, shown
+from lit_qrl.run.folder import check_place, last_checkpoint, shown
 from lit_qrl.run.interrupt import Interrupted, InterruptedTogether, Interruption, check_process, deadline
 from lit_qrl.strategies.peers import Peers
 
@@ -61,17 +60,8 @@ class RunCheckpoint(Described, Checkpoint):
         if stage != "fit":
             return
         folder = Path(trainer.default_root_dir) / "checkpoints"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            probe = folder / f".write-{os.getpid()}"
-            probe.touch()
-            probe.unlink()
-        except OSError as error:
-            raise ConfigError(
-                "The run folder cannot be written.",
-                given=f"{shown(trainer.default_root_dir)} ({error.strerror or error})",
-                remedy="Set trainer.default_root_dir to a folder that you may write to.",
-            ) from error
+        check_place(folder)
+        folder.mkdir(parents=True, exist_ok=True)
 
     def on_train_start(self, trainer: Trainer, pl_module: "GRPOModule") -> None:
         """Take over Ctrl-C and SIGTERM."""
@@ -243,7 +233,7 @@ def _tell(path: Path) -> None:
     print(f"Writing the last iteration's checkpoint: {shown(path)}", flush=True)
 
 
-class _StagedIO(CheckpointIO):
+class _StagedIO(TorchCheckpointIO):
     """Hands what Lightning would write to the background."""
 
     def __init__(self, files: CheckpointFiles, targets: list[Path]) -> None:
@@ -251,12 +241,6 @@ class _StagedIO(CheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         self.files.save(checkpoint, self.targets)
-
-    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        raise NotImplementedError("It is made for one save.")
-
-    def remove_checkpoint(self, path: Any) -> None:
-        raise NotImplementedError("It is made for one save.")
 
 
 @contextmanager

@@ -154,15 +154,15 @@ class Guard(RLCallback):
             return
         norm = whole(torch.nn.utils.get_total_norm(gradients))
         bad = pl_module.reduce((~torch.isfinite(norm)).to(torch.int32), op="max")
+        if self._skip_iteration or pl_module.iteration.skip_step or int(bad):
+            optimizer.zero_grad()  # to None: a zero gradient would still move the weights by AdamW's momentum
         if self._skip_iteration or pl_module.iteration.skip_step:
-            self._clear(optimizer)
             self.skipped += 1
             pl_module.iteration.metrics.value("guard/skipped_steps", 1.0)
             if pl_module.iteration.skip_step:
                 event(trainer, "no_signal", "Every token was rejected or every advantage was zero: step skipped.")
             return
         if int(bad):
-            self._clear(optimizer)
             if _overflowed(trainer):
                 pl_module.iteration.metrics.value("guard/overflowed_steps", 1.0)
                 return
@@ -191,11 +191,6 @@ class Guard(RLCallback):
             corrects = pl_module.objective.carries_ratio or any(one.carries_ratio for one in rl_callbacks(trainer))
             message = FAR_OUT.format(kl=kl, ess=ess, more="" if corrects else UNCORRECTED)
             tell(trainer, "mismatch_at_start", message, kl=kl, ess_ratio=ess)
-
-    @staticmethod
-    def _clear(optimizer: Optimizer) -> None:
-        # A zero gradient would still move the weights by AdamW's momentum; None does not.
-        optimizer.zero_grad(set_to_none=True)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts."""

@@ -1,6 +1,7 @@
 """Watches how far sampler and learner disagree, each iteration, on the same masks as everything else."""
 
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,33 +14,34 @@ from lit_qrl.data.environment import MultiTurnTask
 from lit_qrl.errors import ConfigError, named
 from lit_qrl.functional.diagnostics import (
     QUADRANTS,
+    accepted_by_length,
     histogram2d_by_sign,
     low_probability_share,
     mean_by_position,
     mean_by_turn,
     quadrant_shares,
+    ratio_counts,
+    ratio_quantiles,
     repeated_ngrams,
 )
 from lit_qrl.functional.importance import log_ratio
 from lit_qrl.functional.mismatch import k3_divergence, mismatch_metrics
 from lit_qrl.loop.hooks import RLCallback
 from lit_qrl.loop.schedule import ages_in_words
+from lit_qrl.objective import Objective
 from lit_qrl.run.event_log import tell
+from lit_qrl.types import AllReduce, RolloutBatch
 
 if TYPE_CHECKING:
     from lit_qrl.module import GRPOModule
 
-import math
-
-from lit_qrl.functional.diagnostics import accepted_by_length, ratio_counts, ratio_quantiles
-from lit_qrl.objective import Objective
-from lit_qrl.types import AllReduce, RolloutBatch
-
-VALUE_BINS, PROBABILITY_BINS, POSITION_BINS = 40, 20, 16
+BINS, POSITION_BINS, LENGTH_BINS = (40, 20), 16, 8
+"""Of a picture: of log ratios and probabilities, of positions, of lengths."""
 TURNS = 4
 """Turns whose mismatch is told apart; the last takes all that come later."""
-LOG_WEIGHT_LIMIT = 0.5
-"""Log weights drawn, in nats either side; the outer bins take what lies beyond."""
+LIMIT = 0.5
+"""Log ratios drawn, in nats either side; the outer bins take what lies beyond."""
+QUANTILES = {"p01": 0.01, "p99": 0.99}
 
 
 class MismatchMonitor(RLCallback):
@@ -124,41 +126,20 @@ class MismatchMonitor(RLCallback):
     def _histograms(
         self, module: "GRPOModule", d: Tensor, sampler: Tensor, mask: Tensor, advantages: Tensor
     ) -> list[dict[str, Any]]:
-        bins = (VALUE_BINS, PROBABILITY_BINS)
-        counts = histogram2d_by_sign(
-            d, sampler, mask, advantages, limit=LOG_WEIGHT_LIMIT, bins=bins, all_reduce=module.reduce
-        )
+        counts = histogram2d_by_sign(d, sampler, mask, advantages, limit=LIMIT, bins=BINS, all_reduce=module.reduce)
         limit = mask.shape[1]
         bins = min(POSITION_BINS, limit)
-        parts = {
-            "Mismatch by position": ("mean |d| (nats)", d.abs()),
-            "KL by position": ("k3 (nats)", k3_divergence(d)),
-        }
-        means = {
-            title: (label, mean_by_position(values, mask, bins=bins, all_reduce=module.reduce)[0].nan_to_num(0.0))
-            for title, (label, values) in parts.items()
-        }
-        values = torch.linspace(-LOG_WEIGHT_LIMIT, LOG_WEIGHT_LIMIT, VALUE_BINS + 1).tolist()
-        probabilities = torch.linspace(0, 1, PROBABILITY_BINS + 1).tolist()
-        positions = torch.linspace(0, limit, bins + 1).tolist()
-        weight, probability = {"label": "log mismatch weight (nats)", "edges": values}, "sampler probability"
-        return [
-            {
-                "title": f"{sign} samples",
-                "x": weight,
-                "y": {"label": probability, "edges": probabilities},
-                "counts": counts[index].tolist(),
-            }
+        drawn = [
+            signed(f"{sign} samples", counts[index], "log mismatch weight (nats)", "sampler probability")
             for index, sign in enumerate(("Negative", "Positive"))
-        ] + [
-            {
-                "title": title,
-                "x": {"label": "completion token", "edges": positions},
-                "counts": {label: heights.tolist()},
-                "scale": "linear",
-            }
-            for title, (label, heights) in means.items()
         ]
+        for title, label, values in (
+            ("Mismatch by position", "mean |d| (nats)", d.abs()),
+            ("KL by position", "k3 (nats)", k3_divergence(d)),
+        ):
+            means, _ = mean_by_position(values, mask, bins=bins, all_reduce=module.reduce)
+            drawn.append(heights(title, label, means.nan_to_num(0.0), "completion token", limit))
+        return drawn
 
     @staticmethod
     @rank_zero_only
@@ -169,10 +150,24 @@ class MismatchMonitor(RLCallback):
             path.write_text(json.dumps({"iteration": trainer.current_epoch + 1, "histograms": histograms}))
 
 
-VALUE_BINS, PROBABILITY_BINS, LENGTH_BINS = 40, 20, 8
-LOG_RATIO_LIMIT = 0.5
-"""Log ratios drawn, in nats either side; the outer bins take what lies beyond."""
-QUANTILES = {"p01": 0.01, "p99": 0.99}
+def signed(title: str, counts: Tensor, value: str, probability: str) -> dict[str, Any]:
+    """Return a picture of `histograms.json`: counts by log ratio and probability, with what their axes are called."""
+    x, y = (
+        torch.linspace(low, high, bins + 1).tolist()
+        for (low, high), bins in zip(((-LIMIT, LIMIT), (0, 1)), BINS, strict=True)
+    )
+    return {
+        "title": title,
+        "x": {"label": value, "edges": x},
+        "y": {"label": probability, "edges": y},
+        "counts": counts.tolist(),
+    }
+
+
+def heights(title: str, label: str, values: Tensor, axis: str, limit: int) -> dict[str, Any]:
+    """Return a picture of `histograms.json`: one value for each of equal parts of the completion's length."""
+    edges = torch.linspace(0, limit, len(values) + 1).tolist()
+    return {"title": title, "x": {"label": axis, "edges": edges}, "counts": {label: values.tolist()}, "scale": "linear"}
 
 
 class UpdateCounts:
@@ -195,8 +190,7 @@ class UpdateCounts:
             d = torch.where(mask, logprobs.float() - old.float(), 0.0)
             self._add("ratio", ratio_counts(d, mask))
             if draw:
-                bins = (VALUE_BINS, PROBABILITY_BINS)
-                self._add("map", histogram2d_by_sign(d, old, mask, batch.advantages, limit=LOG_RATIO_LIMIT, bins=bins))
+                self._add("map", histogram2d_by_sign(d, old, mask, batch.advantages, limit=LIMIT, bins=BINS))
         if draw and (batch.keep is not None or batch.weights is not None):
             accepted = mask if batch.keep is None else mask & batch.keep
             if batch.weights is not None:  # a weight of 0 is a rejection that stays in the denominator
@@ -216,35 +210,19 @@ class UpdateCounts:
 
     def histograms(self, objective: Objective, length: int, all_reduce: AllReduce) -> list[dict[str, Any]]:
         """Return the pictures for `histograms.json`: QaRL Fig. 5 with the clip's edges, and acceptance by length."""
-        drawn = []
+        drawn: list[dict[str, Any]] = []
         if "map" in self._counts:
             counts = all_reduce(self._counts["map"])
-            values = torch.linspace(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT, VALUE_BINS + 1).tolist()
-            probabilities = torch.linspace(0, 1, PROBABILITY_BINS + 1).tolist()
-            drawn += [
-                {
-                    "title": f"Updates of {sign} samples",
-                    "x": {"label": "log update ratio (nats)", "edges": values},
-                    "y": {"label": "probability before", "edges": probabilities},
-                    "counts": counts[index].tolist(),
-                    "lines": clip_edges(objective, sign),
-                }
-                for index, sign in enumerate(("negative", "positive"))
-            ]
+            for index, sign in enumerate(("negative", "positive")):
+                one = signed(
+                    f"Updates of {sign} samples", counts[index], "log update ratio (nats)", "probability before"
+                )
+                drawn.append({**one, "lines": clip_edges(objective, sign)})
         if "lengths" in self._counts:
             accepted, count = all_reduce(self._counts["lengths"]).unbind()
             if bool((accepted < count).any()):
-                drawn.append(
-                    {
-                        "title": "Accepted by length",
-                        "x": {
-                            "label": "completion tokens",
-                            "edges": torch.linspace(0, length, LENGTH_BINS + 1).tolist(),
-                        },
-                        "counts": {"share of sequences": (accepted / count.clamp(min=1)).tolist()},
-                        "scale": "linear",
-                    }
-                )
+                shares = accepted / count.clamp(min=1)
+                drawn.append(heights("Accepted by length", "share of sequences", shares, "completion tokens", length))
         return drawn
 
 
@@ -263,4 +241,4 @@ def clip_edges(objective: Objective, sign: str) -> list[float]:
     if negative:
         ratios.append(settings.get("dual_clip"))
     edges = [math.log(ratio) for ratio in ratios if ratio is not None and ratio > 0]
-    return [edge for edge in edges if abs(edge) <= LOG_RATIO_LIMIT]
+    return [edge for edge in edges if abs(edge) <= LIMIT]

@@ -73,7 +73,7 @@ class RLProgress(Described, ProgressBar):
         self._ran = False
         self._pending: int | None = None
         self._evaluated: dict[str, float] = {}
-        self._generation: tuple[str, int, int, int, float] | None = None
+        self._generation: tuple[str, int, int, int] | None = None
         self._first = (0, 0.0)
         self._train_started: tuple[float, int] | None = None
 
@@ -123,12 +123,9 @@ class RLProgress(Described, ProgressBar):
             return
         now, before = time.perf_counter(), self._generation
         if before is None or before[:2] != (stage, total) or done < before[2] or tokens < before[3]:
-            self._generation = (stage, total, done, tokens, now)
-            first_tokens, started = tokens, now
             self._first = (tokens, now)
-        else:
-            first_tokens, started = self._first
-            self._generation = (stage, total, done, tokens, now)
+        self._generation = (stage, total, done, tokens)
+        first_tokens, started = self._first
         rate = (tokens - first_tokens) / (now - started) if now - started > STALLED_SECONDS else 0.0
         note = f"{rate:,.0f} tokens/s" if rate > 0 else ""
         phase, name = ("rollout", "") if stage == "rollout" else ("evaluate", stage.partition(" ")[2])
@@ -152,6 +149,10 @@ class RLProgress(Described, ProgressBar):
             return
         note = note if total is None else f"{done}/{total} {note}"
         self._live.update(self._tasks["phase"], description=name, completed=done, total=total or 1, note=note)
+
+    def _update(self, done: int) -> None:
+        total = self.total_train_batches
+        self._phase("update", done, int(total) if math.isfinite(total) else None, "micro-batches")
 
     def _iterations(self, trainer: Trainer, done: int) -> None:
         if self._live is None:
@@ -184,15 +185,13 @@ class RLProgress(Described, ProgressBar):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Show the update."""
         self._ran = True
-        total = self.total_train_batches
-        self._phase("update", batch_idx, int(total) if math.isfinite(total) else None, "micro-batches")
+        self._update(batch_idx)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Move the update's bar; after the last micro-batch a line is due, of which an iteration cut short has none."""
-        total = self.total_train_batches
-        self._phase("update", batch_idx + 1, int(total) if math.isfinite(total) else None, "micro-batches")
+        self._update(batch_idx + 1)
         if trainer.is_last_batch:
             self._pending = trainer.current_epoch
 
@@ -206,31 +205,16 @@ class RLProgress(Described, ProgressBar):
         self._start()
         self._phase("evaluate", 0, None)
 
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Show the evaluation."""
-        self.on_validation_start(trainer, pl_module)
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Show the sampling."""
-        self.on_validation_start(trainer, pl_module)
+    on_test_start = on_predict_start = on_validation_start
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the line of the untrained policy; take the bars away when this was all."""
+        """Print the line of the untrained policy."""
         if trainer.state.fn != "fit":
-            self._stop()
             return
         metrics = self.get_metrics(trainer, pl_module)
         self._evaluated = {name: value for name, value in metrics.items() if name.startswith("val/")}
         if not self._ran and trainer.current_epoch == 0 and not trainer.sanity_checking:
             self._line(trainer, 0, self._evaluated)
-
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take the bars away."""
-        self._stop()
-
-    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take the bars away."""
-        self._stop()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Take the bars away, so that the error can be read."""

@@ -83,17 +83,11 @@ class WeightPublisher(RLCallback):
         """Publish this iteration's sampler."""
         self.publisher.begin_iteration()
 
-    def on_validation_start(self, trainer: Trainer, pl_module: "GRPOModule") -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Give the engine the current clean weights."""
         self.publisher.begin_evaluation()
 
-    def on_test_start(self, trainer: Trainer, pl_module: "GRPOModule") -> None:
-        """Give the engine the current clean weights."""
-        self.publisher.begin_evaluation()
-
-    def on_predict_start(self, trainer: Trainer, pl_module: "GRPOModule") -> None:
-        """Give the engine the current clean weights."""
-        self.publisher.begin_evaluation()
+    on_test_start = on_predict_start = on_validation_start
 
     def on_generation_end(self, trainer: Trainer, module: "GRPOModule") -> None:
         """Give the device back to the learner."""

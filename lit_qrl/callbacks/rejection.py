@@ -1,10 +1,10 @@
-"""Rejection by the ratio of learner and sampler as callbacks."""
+"""Rejection by the ratio of learner and sampler as callbacks: by bands, by single tokens, of drifted negatives."""
 
 from typing import Any
 
 from lightning.pytorch import Trainer
 
-from lit_qrl.functional._checks import check_band, check_choice, check_divergence
+from lit_qrl.functional._checks import check_band, check_choice, check_delta, check_divergence, check_veto
 from lit_qrl.functional.rejection import Divergence, Over
 from lit_qrl.loop.hooks import RLCallback
 from lit_qrl.loop.weighting import rejected
@@ -70,3 +70,38 @@ class GeometricRejection(RatioRejection):
     def __init__(self, lower: float | None = 0.99, upper: float = 1.01, count_rejected: bool = False) -> None:
         super().__init__(upper, lower, count_rejected=count_rejected)
         self.metric = "geometric_rejected_sequences"
+
+
+class TokenVeto(RLCallback):
+    """Rejects sequences in which the learner gives any token less than a share of the sampler's probability.
+
+    Args:
+        threshold: the smallest ratio learner_old / sampler that is let pass.
+        count_rejected: leave rejected sequences in the loss's denominator.
+    """
+
+    def __init__(self, threshold: float = 1e-4, count_rejected: bool = False) -> None:
+        check_veto(threshold)
+        self.threshold, self.count_rejected = threshold, count_rejected
+
+    def correct(self, trainer: Trainer, module: Any, context: LossContext) -> Correction:
+        return rejected("veto", "vetoed_sequences", self.count_rejected, context, threshold=self.threshold)
+
+
+class OffPolicySequenceMask(RLCallback):
+    """Rejects negative sequences that the learner finds much less likely than the sampler did.
+
+    Args:
+        delta: the mean of sampler − learner_old, in nats per token, that a sequence with a negative advantage may
+            have. There is no default: it must lie above the format's own mismatch (`mismatch/kl_k1`).
+        count_rejected: leave rejected sequences in the loss's denominator.
+    """
+
+    takes_sequence_ratio = True
+
+    def __init__(self, delta: float, count_rejected: bool = False) -> None:
+        check_delta(delta)
+        self.delta, self.count_rejected = delta, count_rejected
+
+    def correct(self, trainer: Trainer, module: Any, context: LossContext) -> Correction:
+        return rejected("off_policy", "off_policy_sequences", self.count_rejected, context, delta=self.delta)

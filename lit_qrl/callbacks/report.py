@@ -19,7 +19,7 @@ from lit_qrl.errors import FULL, ConfigError, StoppedError, not_written
 from lit_qrl.loop.hooks import RLCallback, overrides, rl_callbacks
 from lit_qrl.report import render
 from lit_qrl.report.live import PageApart
-from lit_qrl.run.event_log import SAMPLES_FILE, append_jsonl, log_event, number, read_jsonl
+from lit_qrl.run.event_log import SAMPLES_FILE, append_jsonl, as_jsonl, log_event, number, read_jsonl, replacing
 from lit_qrl.run.folder import set_aside, shown
 from lit_qrl.run.interrupt import Interrupted, InterruptedTogether, check_process, deadline
 from lit_qrl.run.loggers import RunCSVLogger
@@ -327,11 +327,8 @@ def _drop_samples(path: Path, after: int) -> None:
         return
     samples = read_jsonl(path)
     kept = [sample for sample in samples if not isinstance(i := sample.get("iteration"), int) or i <= after]
-    temporary = path.with_name(f".{path.name}.partial")
-    temporary.unlink(missing_ok=True)
-    temporary.touch()
-    append_jsonl(temporary, kept)
-    temporary.replace(path)
+    with replacing(path) as file:
+        file.write(as_jsonl(kept).encode("utf-8", errors="surrogatepass"))
 
 
 def _device(trainer: Trainer) -> str:

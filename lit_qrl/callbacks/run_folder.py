@@ -122,18 +122,12 @@ class RunFolder(Checkpoint):
             folders.keep_last(Path(trainer.default_root_dir), trainer.ckpt_path)
         self._configuration(trainer, pl_module).on_fit_start(trainer, pl_module)
 
-    def on_validation_start(self, trainer: Trainer, pl_module: "GRPOModule") -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Write the configuration of a command that does not train."""
-        if trainer.state.fn == TrainerFn.VALIDATING:
-            self._configuration(trainer, pl_module).setup(trainer, pl_module, "validate")
+        if trainer.state.fn not in (None, TrainerFn.FITTING):
+            self._configuration(trainer, pl_module).setup(trainer, pl_module, str(trainer.state.fn.value))
 
-    def on_test_start(self, trainer: Trainer, pl_module: "GRPOModule") -> None:
-        """Write the configuration."""
-        self._configuration(trainer, pl_module).setup(trainer, pl_module, "test")
-
-    def on_predict_start(self, trainer: Trainer, pl_module: "GRPOModule") -> None:
-        """Write the configuration."""
-        self._configuration(trainer, pl_module).setup(trainer, pl_module, "predict")
+    on_test_start = on_predict_start = on_validation_start
 
     def _configuration(self, trainer: Trainer, module: "GRPOModule") -> RunConfig:
         parser, config = configuration(trainer, module, self.groups)

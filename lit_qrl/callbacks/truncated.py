@@ -1,4 +1,4 @@
-"""Truncated importance sampling as a callback."""
+"""Importance sampling as callbacks: truncated, and masked."""
 
 import math
 from typing import Any, Literal
@@ -56,3 +56,29 @@ class TruncatedIS(RLCallback):
 
     def correct(self, trainer: Trainer, module: Any, context: LossContext) -> Correction:
         return weighted("truncated", self.level, self.lower, self.upper, context)
+
+
+class MaskedIS(RLCallback):
+    """Multiplies by the ratio learner_old / sampler inside a band, by 0 outside (survey, "MIS"; IcePop for tokens).
+
+    What is masked stays in the loss's denominator.
+
+    Args:
+        level: the ratio of each `token`, of the whole `sequence` (their product), or their `geometric` mean.
+        lower: of the band; null takes 1/upper; the survey's one-sided form has 0.
+        upper: of the band; null takes 2 for tokens, 5 for sequences and 2 for the geometric mean.
+    """
+
+    carries_ratio = True
+
+    def __init__(self, level: Level = "token", lower: float | None = None, upper: float | None = None) -> None:
+        check_choice("level of MaskedIS", level, "token", "sequence", "geometric")
+        upper = DEFAULT_UPPER[level] if upper is None else upper
+        self.level: Level = level
+        self.takes_sequence_ratio = level != "token"
+        check_band(lower, upper, what="The band of MaskedIS")
+        self.lower, self.upper = lower, upper
+        self.needs = "sequence" if upper <= EXTREME else "batch"
+
+    def correct(self, trainer: Trainer, module: Any, context: LossContext) -> Correction:
+        return weighted("masked", self.level, self.lower, self.upper, context)

@@ -102,8 +102,6 @@ def audit(
     Raises:
         ConfigError: for arguments, a model or prompts that cannot be used.
     """
-    from lit_qrl.cli.audit import Sizes, fitting, of_model, of_run
-
     sizes = Sizes(
         samples=samples,
         completions=completions,

@@ -48,19 +48,17 @@ def main(args: Sequence[str] | None = None) -> None:
     word = args[0] if args else "--help"
     if word in ("-h", "--help"):
         print(overview())
-        return None
+        return
     if word == "--version":
         from lit_qrl import __version__
 
         print(f"lit-qrl {__version__}")
-        return None
+        return
     if word == "--versions":
         from lit_qrl.cli.versions import versions
 
         print(versions())
-        return None
-    if word == "--print_shtab":
-        return print_completion(args[1:])
+        return
     from lit_qrl.run.console import outlast_readers
     from lit_qrl.run.torch_settings import let_segments_grow
 
@@ -72,7 +70,11 @@ def main(args: Sequence[str] | None = None) -> None:
         # So that `class_path: my_file.MyCallback` finds the user's own code; last, or a torch.py there would be torch.
         sys.path.append(os.getcwd())
     try:
-        if word in COMMANDS:
+        if word == "--print_shtab":
+            from lit_qrl.cli.training import completion
+
+            print(completion(" ".join(args[1:]), COMMANDS))
+        elif word in COMMANDS:
             with uncollected():
                 from lit_qrl.cli.parser import run
 
@@ -98,16 +100,6 @@ def main(args: Sequence[str] | None = None) -> None:
         if interrupted.told:  # a training has said where it stands
             sys.exit(interrupted.status)
         fail(f"{word} was {interrupted}, and no training was under way.", interrupted.status)
-
-
-def print_completion(words: Sequence[str]) -> None:
-    """Print the script that completes commands and options in a shell."""
-    from lit_qrl.cli.training import completion
-
-    try:
-        print(completion(" ".join(words), COMMANDS))
-    except ConfigError as error:
-        fail(str(error))
 
 
 def fail(message: str, status: int = EXIT_CONFIG) -> NoReturn:

@@ -8,7 +8,7 @@ from argparse import SUPPRESS, Action, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
-from jsonargparse import ArgumentParser, DefaultHelpFormatter
+from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 
 from lit_qrl.cli.errors import readable
 from lit_qrl.errors import ConfigError, nearest
@@ -198,18 +198,12 @@ def _word(word: str) -> str:
 def _replaced(value: Any) -> Any:
     if isinstance(value, list):
         return [_replaced(one) for one in value]
-    path = value if isinstance(value, str) else _get(value, "class_path")
+    given = value.as_dict() if isinstance(value, Namespace) else value
+    path = given.get("class_path") if isinstance(given, Mapping) else given
     if not isinstance(path, str) or not _is_function(path):
         return value
-    arguments = _get(value, "init_args") or {}
-    arguments = dict(arguments.items()) if not isinstance(arguments, Mapping) else dict(arguments)
+    arguments = (given.get("init_args") or {}) if isinstance(given, Mapping) else {}
     return {"class_path": CLASS_PATH, "init_args": {"function": path, **arguments}}
-
-
-def _get(value: Any, key: str) -> Any:
-    if isinstance(value, Mapping):
-        return value.get(key)
-    return value.get(key) if hasattr(value, "items") else None  # the parser's Namespace
 
 
 def _is_function(path: str) -> bool:

@@ -81,6 +81,27 @@ class Task(Described, ABC):
             reward.close()
 
 
+class ListedTask(Task):
+    """A task whose rows are lists, which `setup` fills, and whose `judge` decides what counts as solved."""
+
+    judge: Reward  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def __init__(self) -> None:
+        self._train: Sequence[Row] = []
+        self._evaluation: Sequence[Row] = []
+
+    def train_rows(self) -> Sequence[Row]:
+        self.setup()
+        return self._train
+
+    def evaluation_rows(self) -> Sequence[Row]:
+        self.setup()
+        return self._evaluation
+
+    def is_correct(self, samples: Sequence[Sample]) -> list[bool]:
+        return solved(self.judge, samples)
+
+
 def normalized(prompt: str | Sequence[Message]) -> str:
     """Return a prompt without what makes no other problem of it: system turns, space and case.
 

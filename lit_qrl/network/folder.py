@@ -56,12 +56,8 @@ def local_folder(source: str, revision: str | None = None) -> Path:
     Raises:
         ConfigError: when there is none of them.
     """
-    folder = Path(shipped(source)).expanduser()
-    if folder.is_dir():
+    if (folder := _here(source)) is not None:
         return folder
-    if folder.suffix == GGUF and folder.is_file():
-        return gguf_folder(folder)
-    _refuse_missing(source, "model", Path(), SHIPPED)
     from huggingface_hub import snapshot_download
 
     ask_hub(f"the files of the model {source!r}")
@@ -76,13 +72,22 @@ def local_folder(source: str, revision: str | None = None) -> Path:
         ) from error
 
 
-def _refuse_missing(name: str, what: str, *places: Path) -> None:
-    """Raise `ConfigError` for a name that is a path: by its form, or as its parent is a folder at one of the places."""
+def _here(name: str, what: str = "model") -> Path | None:
+    """Return the folder that a name means, or None where it is one of the hub's.
+
+    Raises:
+        ConfigError: for a path to nothing: by its form, or as its parent is a folder.
+    """
+    folder = Path(shipped(name)).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.suffix == GGUF and folder.is_file():
+        return gguf_folder(folder)
     path = Path(name).expanduser()
-    parents = [place / path.parent for place in places if (place / path.parent).is_dir()]
+    parents = [place / path.parent for place in (Path(), SHIPPED) if (place / path.parent).is_dir()]
     local = name.startswith((".", "/", "~")) or name.count("/") > 1
     if not local and (path.parent == Path() or not parents):
-        return
+        return None
     there = sorted(entry.name for entry in parents[0].iterdir() if entry.is_dir()) if parents else []
     there = [entry for entry in there if not entry.startswith(".")]
     remedy = "Correct the path."
@@ -105,11 +110,7 @@ def resolve_model(name: str, weights: bool, what: str = "model") -> str:
     Raises:
         ConfigError: for a folder that does not exist or lacks what it must hold.
     """
-    folder = next((path for path in (Path(name), SHIPPED / name) if path.is_dir()), None)
-    if folder is None and name.endswith(GGUF) and (file := Path(name).expanduser()).is_file():
-        folder = gguf_folder(file)
-    if folder is None:
-        _refuse_missing(name, what, Path(), SHIPPED)
+    if (folder := _here(name, what)) is None:
         ask_hub(f"the {what} {name!r}")
         return name
     if what == "tokenizer":

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lit_qrl.network import invariant
+from lit_qrl.network.invariant import as_entered
 from lit_qrl.network.modes import repeating
 from lit_qrl.network.padding_free import flat_hidden, flatten, is_padding_free
-from lit_qrl.network.routing import Routing, computed_again, unrouted
+from lit_qrl.network.routing import Routing, as_routed, unrouted
 from lit_qrl.network.structure import body
 from lit_qrl.types import RolloutBatch
 
@@ -102,7 +102,7 @@ def recomputation() -> tuple[AbstractContextManager, AbstractContextManager]:
     It is the `context_fn` of `torch.utils.checkpoint`; the second pass runs in the backward pass, when what was entered
     around the first is long over.
     """
-    return nullcontext(), _entered(invariant.recomputation()[1], computed_again()[1], repeating())
+    return nullcontext(), _entered(as_entered(), as_routed(), repeating())
 
 
 @contextmanager

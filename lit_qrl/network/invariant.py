@@ -37,18 +37,18 @@ CHECKED_LENGTH = KEYS + 9
 """Tokens of the sequences that `check_invariant` computes: more than one block of keys."""
 
 
-def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return `x @ weight.T + bias`, of which no row depends on how many rows there are.
+def invariant_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return `input @ weight.T + bias`, of which no row depends on how many rows there are.
 
     Args:
-        x: "... in".
+        input: "... in".
         weight: "out in".
         bias: " out", or None.
 
     >>> invariant_linear(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]]))
     tensor([[11.]])
     """
-    return linear_by(_tiled, x, weight, bias)
+    return linear_by(_tiled, input, weight, bias)
 
 
 def _tiled(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -209,10 +209,6 @@ def _logsumexp(input: Tensor, dim: int, keepdim: bool = False) -> Tensor:
     return out if keepdim else out.squeeze(dim)
 
 
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return invariant_linear(input, weight, bias)
-
-
 def _matmul(input: Tensor, other: Tensor) -> Tensor:
     if other.ndim == 2 and input.ndim >= 2:
         return invariant_linear(input, other.t())
@@ -253,7 +249,7 @@ def _refused(name: str) -> Callable[..., Tensor]:
 ELEMENTWISE = ("exp", "log", "tanh", "sigmoid", "cos", "sin", "rsqrt", "erf")
 """Functions of single numbers that models and samplers compute."""
 KERNELS: Mapping[Any, Callable[..., Tensor]] = {
-    F.linear: _linear,
+    F.linear: invariant_linear,
     torch.matmul: _matmul,
     Tensor.matmul: _matmul,
     Tensor.__matmul__: _matmul,
@@ -314,10 +310,10 @@ def batch_invariant(enabled: bool, sampler: SamplerKernels | None = None) -> Abs
     return BatchInvariant(KERNELS if sampler is None else functions_of(sampler))
 
 
-def recomputation() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
-    """Return the contexts of a checkpointed layer's forward pass and of its repetition, which must be the same."""
+def as_entered() -> AbstractContextManager[object]:
+    """Return the context in which a layer is computed again as it is computed now."""
     entered = BatchInvariant.entered
-    return nullcontext(), BatchInvariant(entered[-1].kernels) if entered else nullcontext()
+    return BatchInvariant(entered[-1].kernels) if entered else nullcontext()
 
 
 @torch.no_grad()

@@ -205,7 +205,7 @@ class SwapReport:
 def swap_linears(
     root: nn.Module,
     factory: Callable[[str, nn.Linear], nn.Module],
-    filter_fn: Callable[[str, nn.Linear], bool] | None = None,
+    exclude: Collection[str] = (),
 ) -> SwapReport:
     """Replace linear layers by what `factory` makes of them, and return which.
 
@@ -215,19 +215,17 @@ def swap_linears(
     Args:
         root: the model; its own children are changed.
         factory: from name and layer to the new module, which keeps the layer's parameters under their names.
-        filter_fn: from name and layer to True where the layer is to be swapped; `quantizable_linears` by default.
+        exclude: globs over names of layers that stay, beside those that are no `quantizable_linears`.
 
     Raises:
         ConfigError: if no layer matched.
     """
-    if filter_fn is None:
-        chosen = quantizable_linears(root)
-        filter_fn = lambda name, module: name in chosen  # noqa: E731
+    chosen = quantizable_linears(root, exclude)
     linears = [(name, m) for name, m in root.named_modules() if isinstance(m, nn.Linear) and name]
     replaced: dict[int, nn.Module] = {}
     swapped, present, skipped = [], [], []
     for name, module in linears:
-        if not filter_fn(name, module):
+        if name not in chosen:
             skipped.append(name)
         elif getattr(module, "is_swapped", False):
             present.append(name)

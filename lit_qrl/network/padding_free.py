@@ -62,18 +62,10 @@ class FlatBatch:
         """Return the layout on a device."""
         if device.type == "cpu":
             return self
+        held = {name: getattr(self, name) for name in self.__slots__}
+        moved: dict[str, Any] = {name: one.to(device) for name, one in held.items() if isinstance(one, Tensor)}
         rows, steps = (index.to(device) for index in self.scored)
-        return FlatBatch(
-            self.tokens.to(device),
-            self.positions.to(device),
-            [bucket.to(device) for bucket in self.buckets],
-            self.index.to(device),
-            self.restored.to(device),
-            self.copies.to(device),
-            self.predictors.to(device),
-            (rows, steps),
-            self.place.to(device),
-        )
+        return replace(self, **moved, buckets=[bucket.to(device) for bucket in self.buckets], scored=(rows, steps))
 
     def laid_out(self, values: Tensor) -> Tensor:
         """Return "n …" of values "b s …" that are equal where rows share a prompt."""
@@ -184,17 +176,13 @@ def flatten(batch: RolloutBatch) -> FlatBatch:
     predictors = flat[rows, prompt[rows] - 1 + steps]
     place = np.full(words.shape, -1)
     place[used.nonzero()[0], source[used]] = where
-    index = np.concatenate([bucket.ravel() for bucket in buckets])
+    made = {"tokens": tokens, "positions": positions, "restored": restored, "copies": copies, "predictors": predictors}
+    made |= {"index": np.concatenate([bucket.ravel() for bucket in buckets]), "place": place}
     return FlatBatch(
-        torch.from_numpy(tokens),
-        torch.from_numpy(positions),
-        [torch.from_numpy(bucket) for bucket in buckets],
-        torch.from_numpy(index),
-        torch.from_numpy(restored),
-        torch.from_numpy(copies),
-        torch.from_numpy(predictors),
-        (torch.from_numpy(rows), torch.from_numpy(steps)),
-        torch.from_numpy(place),
+        **{name: torch.from_numpy(numbers) for name, numbers in made.items()},
+        buckets=[torch.from_numpy(bucket) for bucket in buckets],
+        scored=(torch.from_numpy(rows), torch.from_numpy(steps)),
+        attention=None,
     )
 
 

@@ -270,14 +270,10 @@ class Routing:
 _active: ContextVar[Routing | None] = ContextVar("routing", default=None)
 
 
-def computed_again() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Return the contexts of a checkpointed layer's two forward passes: the second takes the routes of the first.
-
-    It is the `context_fn` of `torch.utils.checkpoint`; the second pass runs in the backward pass, when the `Routing`
-    around the first is long over.
-    """
+def as_routed() -> AbstractContextManager[object]:
+    """Return the context in which a layer that is computed again takes the routes that are replayed now."""
     routing = _active.get()
-    return nullcontext(), nullcontext() if routing is None or routing.replayed is None else routing.applied()
+    return nullcontext() if routing is None or routing.replayed is None else routing.applied()
 
 
 def differing(own: Tensor, replayed: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lit_qrl.errors import ConfigError
+from lit_qrl.network.names import become
 from lit_qrl.network.padding_free import padded_attention
 from lit_qrl.network.structure import CACHE_ARGUMENTS, body
 
@@ -306,8 +307,6 @@ def kernels_adopted(network: Any) -> SamplerKernels | None:
 
 
 def _become(module: nn.Module, kind: type[ExactModule], kernels: SamplerKernels) -> None:
-    if not isinstance(module, kind):
-        own = type(module)
-        module.__class__ = type(own.__name__, (kind, own), {"__module__": own.__module__})
+    become(module, kind)
     held: Any = module
     held.sampler_kernels = kernels

@@ -46,19 +46,6 @@ def weight_stream(
             end of the stream, so that the host waits for the device once.
         IncompleteError: for a fused layer with a part missing.
     """
-    made = _stream(named, format, quantizable, dtype, quantized, kept)
-    # entering `no_grad` for each of many experts costs as much as quantizing them; most who take them are in it already
-    yield from torch.no_grad()(lambda: made)() if torch.is_grad_enabled() else made
-
-
-def _stream(
-    named: Iterable[tuple[str, Tensor]],
-    format: NumberFormat | None,
-    quantizable: Collection[str],
-    dtype: torch.dtype | None,
-    quantized: Callable[[str, Tensor], QuantizedWeight | None] | None,
-    kept: Collection[str],
-) -> Iterator[tuple[str, Tensor]]:
     if isinstance(format, Dense):
         dtype = dtype or format.dtype
     groups = fused_groups(quantizable if format is not None else ())
@@ -77,7 +64,7 @@ def _stream(
         parts = waiting.setdefault(key, {})
         parts[layer] = tensor.detach() if tensor.requires_grad else tensor  # a slice that says so stays one
         if len(parts) == len(groups[key]):
-            yield from _quantized(waiting.pop(key), format, quantized or _none, finite, stacked, cast)
+            yield from _quantized(waiting.pop(key), format, quantized, finite, stacked, cast)
     missing = sorted(fused.keys() - seen)
     if missing:
         held = f", while {', '.join(sorted(waiting))} waited for them" if waiting else ""
@@ -154,19 +141,15 @@ def _named(layer: str, error: ValueError) -> ValueError:
     return ValueError(f"{layer}{_WEIGHT}: {error}")
 
 
-def _none(layer: str, tensor: Tensor) -> QuantizedWeight | None:
-    return None
-
-
 def _quantized(
     parts: dict[str, Tensor],
     format: NumberFormat,
-    existing: Callable[[str, Tensor], QuantizedWeight | None],
+    existing: Callable[[str, Tensor], QuantizedWeight | None] | None,
     finite: Finite,
     stacked: StackQuantizer | None,
     cast: torch.dtype | None,
 ) -> Iterator[tuple[str, Tensor]]:
-    made = {layer: existing(layer, tensor) for layer, tensor in parts.items()}
+    made = {layer: None if existing is None else existing(layer, tensor) for layer, tensor in parts.items()}
     shared = None
     if any(q is None for q in made.values()):
         # one part that must be quantized anew changes the scale that all of a fused layer share

@@ -1,5 +1,6 @@
 """What reads the output of what: found by running the model on a few tokens, whatever its layers are called."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,33 +31,23 @@ def norms_before_projections(network: Any) -> dict[str, list[str]]:
     written: list[tuple[str, Tensor]] = []
     readers: dict[str, list[str]] = {}
 
-    def note(name: str) -> Any:
-        def hook(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
-            if isinstance(output, Tensor):
-                written.append((f"{name}.weight", output))  # kept, so that no other tensor takes its place
+    def note(name: str, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+        if isinstance(output, Tensor):
+            written.append((f"{name}.weight", output))  # kept, so that no other tensor takes its place
 
-        return hook
-
-    def look(name: str) -> Any:
-        def hook(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-            for given in (*arguments, *keywords.values()):
-                if not isinstance(given, Tensor):
-                    continue
-                for norm, output in written:
-                    if output.data_ptr() == given.data_ptr() and output.numel() == given.numel():
-                        readers.setdefault(norm, []).append(name)
-
-        return hook
+    def look(name: str, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        for given in (one for one in (*arguments, *keywords.values()) if isinstance(one, Tensor)):
+            for norm, output in written:
+                if output.data_ptr() == given.data_ptr() and output.numel() == given.numel():
+                    readers.setdefault(norm, []).append(name)
 
     handles = []
     for name, module in modules:
         weight = getattr(base_of(module), "weight", None)
-        if (
-            name in linears or name in experts
-        ):  # the layer around the model's own, which may multiply by its weight itself
-            handles.append(module.register_forward_pre_hook(look(name), with_kwargs=True))
+        if name in linears or name in experts:  # an adapter's layer around it, which may multiply by its weight itself
+            handles.append(module.register_forward_pre_hook(partial(look, name), with_kwargs=True))
         elif isinstance(weight, nn.Parameter) and weight.ndim == 1 and not list(module.children()):
-            handles.append(module.register_forward_hook(note(name)))
+            handles.append(module.register_forward_hook(partial(note, name)))
     training = network.training
     network.eval()
     try:

@@ -16,14 +16,19 @@ from lit_qrl.network.experts import expert_stacks
 from lit_qrl.network.linears import (
     SwapReport,
     check_quantizable,
-    fused_groups,
     quantizable_layers,
-    quantizable_linears,
     swap_linears,
 )
 from lit_qrl.network.names import is_adapted
 from lit_qrl.network.stream import quantize_named
-from lit_qrl.precision.layers.low_bit import LowBitExpert, LowBitExperts, LowBitLinear, LowBitWeight, StepClock
+from lit_qrl.precision.layers.low_bit import (
+    LowBitExpert,
+    LowBitExperts,
+    LowBitLinear,
+    LowBitWeight,
+    StepClock,
+    introduce_siblings,
+)
 from lit_qrl.precision.layers.together import LowBitTogether, reading_alike
 from lit_qrl.precision.source import Change, Held, Named, PublishingPrecision, WeightSource
 
@@ -98,18 +103,12 @@ class QuantizedPrecision(PublishingPrecision):
         if any(is_adapted(part) for part in network.modules()):
             raise self._over_adapter()
         self.check_model(network, device_of(module))
-        chosen = quantizable_linears(network, self.exclude)
         clock, format, layer_class = self.clock, self.format, self.layer_class
         report = swap_linears(
-            network,
-            lambda name, linear: layer_class.from_linear(linear, name, format, clock),
-            lambda name, linear: name in chosen,
+            network, lambda name, linear: layer_class.from_linear(linear, name, format, clock), self.exclude
         )
         linears = {name: layer for name, layer in self.layers(module).items() if isinstance(layer, LowBitLinear)}
-        for names in fused_groups(linears).values():
-            group = tuple(linears[name] for name in names)
-            for layer in group:
-                layer.siblings = group
+        introduce_siblings(linears)
         for names in reading_alike(network, linears):
             group = tuple(linears[name] for name in names)
             if LowBitTogether.fits(group):

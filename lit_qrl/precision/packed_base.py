@@ -79,10 +79,9 @@ def take_packed_format(config: Any, source: str, lora: PeftConfig | None, random
     Raises:
         ConfigError: for codes that cannot be held here, or an adapter that starts from the base's weights.
     """
-    quantization = getattr(config, "quantization_config", None)
+    quantization = _quantization(config)
     if quantization is None:
         return None
-    quantization = quantization if isinstance(quantization, Mapping) else quantization.to_dict()
     found = packed_format(quantization)
     if random_weights:
         del config.quantization_config
@@ -119,11 +118,14 @@ def multiplied_out(config: Any) -> dict[str, Any]:
     """
     from transformers.utils.quantization_config import Mxfp4Config
 
-    quantization = getattr(config, "quantization_config", None) or {}
-    quantization = quantization if isinstance(quantization, Mapping) else quantization.to_dict()
-    if quantization.get("quant_method") != "mxfp4":
-        return {}
-    return {"quantization_config": Mxfp4Config(dequantize=True)}
+    mxfp4 = (_quantization(config) or {}).get("quant_method") == "mxfp4"
+    return {"quantization_config": Mxfp4Config(dequantize=True)} if mxfp4 else {}
+
+
+def _quantization(config: Any) -> Mapping[str, Any] | None:
+    """Return what a config says of how its folder is quantized, or None."""
+    said = getattr(config, "quantization_config", None)
+    return said if said is None or isinstance(said, Mapping) else said.to_dict()
 
 
 class PackedBase:

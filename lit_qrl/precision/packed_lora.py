@@ -23,7 +23,7 @@ from lit_qrl.network.stream import Finite, quantize_named, shared_amax
 from lit_qrl.precision.base import QuantizedPrecision, device_of, network_of
 from lit_qrl.precision.deferred import DeferredWeights, deferred_weights
 from lit_qrl.precision.layers.packed_experts import PackedExperts
-from lit_qrl.precision.layers.packed_linear import PackedLinear, Product
+from lit_qrl.precision.layers.packed_linear import PackedLinear, Product, moved
 from lit_qrl.precision.packed_base import PackedBase, check_codes
 from lit_qrl.precision.packed_source import PackedSource, fingerprint_of
 from lit_qrl.precision.source import WeightSource
@@ -67,7 +67,15 @@ class PackedLoRA(QuantizedPrecision):
         share_weights: bool = False,
         kernel: Kernel = "auto",
     ) -> None:
-        found = _that_packs(type(self).__name__, format)
+        found = formats.get(format)
+        if not found.packs:
+            raise ConfigError(
+                f"{type(self).__name__} holds a packed base, which {found.name} is not made for.",
+                expected="weight-only format (nvfp4, mxfp4, nf4, int4_group), fp8_row, fp8_block, fp8_tensor, "
+                "int8_channel",
+                given=found,
+                remedy="Use QATAligned for other formats that quantize activations.",
+            )
         super().__init__(found, exclude, autocast)
         self.share_weights = share_weights
         self.choice = KernelChoice(kernel, found)
@@ -150,7 +158,8 @@ class PackedLoRA(QuantizedPrecision):
             shared = shared_amax(parts) if self.format.shares_amax else None
             del parts
             for name in names:
-                self._pack(network, name, linears.pop(name), shared)
+                linear = linears.pop(name)
+                self._place(network, name, linear, self._quantized(name, linear.weight.detach(), shared))
         for name, stack in stacks.items():
             plain = network.get_submodule(name)
             if deferred is not None:
@@ -171,14 +180,11 @@ class PackedLoRA(QuantizedPrecision):
         with deferred_weights():
             yield
 
-    def _pack(self, network: nn.Module, name: str, linear: nn.Linear, shared: Tensor | None) -> None:
-        self._place(network, name, linear, self._quantized(name, linear.weight.detach(), shared))
-
     def _quantized(self, name: str, weight: Tensor, shared: Tensor | None) -> QuantizedWeight:
         home = weight.device
         # a weight waiting on the host is packed where that is fast, one layer at a time
         device = torch.device("cuda") if torch.cuda.is_available() else home
-        return _moved(quantize_named(self.format, name, weight.to(device), shared), home)
+        return moved(quantize_named(self.format, name, weight.to(device), shared), home)
 
     def _quantized_stack(self, stack: ExpertStack, matrix: str, whole: Tensor) -> Iterator[tuple[str, QuantizedWeight]]:
         """Yield names and codes of the matrices that lie in one parameter, as many at a time as a launch takes."""
@@ -194,7 +200,7 @@ class PackedLoRA(QuantizedPrecision):
                 continue
             for name, one in zip(names, made, strict=True):
                 finite.later(name, one.amaxes)
-                yield name, one.weight if device == home else _moved(one.weight, home)
+                yield name, one.weight if device == home else moved(one.weight, home)
         finite.check()
 
     def _pack_experts(
@@ -244,9 +250,23 @@ class PackedLoRA(QuantizedPrecision):
             )
         self.fingerprint = fingerprint_of(layers)
         if self.product == "format":
-            _take_kernels(self, module, layers)
+            self._take_kernels(module, layers)
         leave_to_each_rank(module)
         return module
+
+    def _take_kernels(self, module: nn.Module, layers: dict[str, PackedLinear]) -> None:
+        """Let layers multiply as the run's sampler does, or by weights multiplied out on a GPU without FP8."""
+        found = lacking(type(self).__name__, self.format, device_of(module), own=True)
+        if found is not None:
+            log.warning(
+                "{what} Expected: {expected}. Given: {given}. The base is multiplied out and inputs are left alone, so "
+                "that learner and sampler differ by the rounding of activations, for which configs/correction/ has "
+                "corrections.".format(**found)
+            )
+        self.choice.follow(module)
+        for name, layer in layers.items():
+            layer.kernel = "dequantize" if found is not None else "format"
+            layer.layer_name, layer.choice = name, self.choice
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -282,39 +302,6 @@ class PackedLoRA(QuantizedPrecision):
         self, policy: Any, format: NumberFormat | None, exclude: Sequence[str] = (), head: bool = False
     ) -> WeightSource:
         return PackedSource(self, policy, format, exclude, head)
-
-
-def _moved(q: QuantizedWeight, device: torch.device) -> QuantizedWeight:
-    scales, global_scale = (None if part is None else part.to(device) for part in (q.scales, q.global_scale))
-    return QuantizedWeight(q.codes.to(device), scales, global_scale, q.format, q.shape)
-
-
-def _that_packs(user: str, format: NumberFormat | str) -> NumberFormat:
-    """Return the format of that name, of which a frozen base can be held."""
-    found = formats.get(format)
-    if not found.packs:
-        raise ConfigError(
-            f"{user} holds a packed base, which {found.name} is not made for.",
-            expected="weight-only format (nvfp4, mxfp4, nf4, int4_group), fp8_row, fp8_block, fp8_tensor, int8_channel",
-            given=found,
-            remedy="Use QATAligned for other formats that quantize activations.",
-        )
-    return found
-
-
-def _take_kernels(plugin: PackedLoRA, module: nn.Module, layers: dict[str, PackedLinear]) -> None:
-    """Let layers multiply as the run's sampler does, or by weights multiplied out on a GPU without FP8."""
-    found = lacking(type(plugin).__name__, plugin.format, device_of(module), own=True)
-    if found is not None:
-        log.warning(
-            "{what} Expected: {expected}. Given: {given}. The base is multiplied out and inputs are left alone, so "
-            "that learner and sampler differ by the rounding of activations, for which configs/correction/ has "
-            "corrections.".format(**found)
-        )
-    plugin.choice.follow(module)
-    for name, layer in layers.items():
-        layer.kernel = "dequantize" if found is not None else "format"
-        layer.layer_name, layer.choice = name, plugin.choice
 
 
 class NVFP4LoRA(PackedLoRA):

@@ -7,7 +7,6 @@ from hashlib import blake2b
 from typing import Any
 
 import torch
-from torch import Tensor
 from typing_extensions import override
 
 from lit_qrl.errors import ConfigError
@@ -106,25 +105,10 @@ class PackedSource(WeightSource):
 def fingerprint_of(layers: dict[str, PackedLinear]) -> str:
     """Return a short digest of names, shapes and sampled codes of a packed base: equal for equal bases."""
     digest = blake2b(digest_size=8)
-    names: list[str] = []
-    samples: list[Tensor] = []
     for name, layer in layers.items():
         q = layer.weight
         flat = q.codes.flatten()
         # 64 codes spread over each layer tell two models apart without copying gigabytes to the host
-        samples.append(flat[:: max(flat.numel() // 64, 1)][:64].contiguous().view(torch.uint8))
-        names.append(f"{name} {q.format} {q.shape}")
-    for name, sample in zip(names, _on_host(samples), strict=True):
-        digest.update(name.encode() + sample)
+        sample = flat[:: max(flat.numel() // 64, 1)][:64].contiguous().view(torch.uint8)
+        digest.update(f"{name} {q.format} {q.shape}".encode() + bytes(sample.tolist()))
     return digest.hexdigest()
-
-
-def _on_host(samples: list[Tensor]) -> Iterator[bytes]:
-    """Yield the bytes of tensors, for which the host waits once for each device."""
-    devices = {one.device for one in samples}
-    held = {device: bytes(torch.cat([one for one in samples if one.device == device]).tolist()) for device in devices}
-    used = dict.fromkeys(devices, 0)
-    for one in samples:
-        start = used[one.device]
-        used[one.device] += len(one)
-        yield held[one.device][start : start + len(one)]

@@ -15,8 +15,7 @@ from lit_qrl.formats.base import NumberFormat
 from lit_qrl.formats.support import require_fp8, tell_emulated
 from lit_qrl.functional._gradients import added, weight_gradients
 from lit_qrl.precision.base import QuantizedPrecision, device_of, network_of
-from lit_qrl.precision.cost import tell_cost
-from lit_qrl.precision.layers.low_bit import LowBitExpert, LowBitLinear, LowBitWeight
+from lit_qrl.precision.layers.low_bit import LowBitCodes, LowBitExpert, LowBitLinear, LowBitWeight
 from lit_qrl.precision.layers.one_pass import Fuse, quantize_in_passing
 from lit_qrl.precision.layers.together import LowBitTogether, end_to_end, side_by_side
 from lit_qrl.precision.vllm_kernels.kernels import Kernel, KernelChoice, SamplerKernel
@@ -29,7 +28,7 @@ class _StraightThrough(torch.autograd.Function):
     """The format's GEMM forward; backward the gradients of `x @ W.T + b`, of its own operands or of those before."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, held: "AlignedWeight | _AlignedTogether", sizes: Sequence[int], *own: Any) -> Any:
+    def forward(ctx: Any, x: Tensor, held: "AlignedCodes", sizes: Sequence[int], *own: Any) -> Any:
         count = len(sizes)
         # the parameters themselves, whose gradients may be there
         ctx.held, ctx.own, ctx.shape, ctx.dtype = held, own, x.shape, x.dtype
@@ -58,22 +57,23 @@ class _StraightThrough(torch.autograd.Function):
         return grad_x, None, None, *of_weights, *of_biases
 
 
-class AlignedWeight(LowBitWeight):
-    """A weight that is multiplied as the sampler does and learns as a plain one."""
+class AlignedCodes(LowBitCodes):
+    """Codes that are multiplied as the sampler does, and the operands of the backward pass."""
 
     choice: KernelChoice | None = None
     backward_operands: Backward = "dequantized"
 
+    def _kernel(self, x: Tensor) -> SamplerKernel | None:
+        """Return the sampler's kernel, where the plugin takes it."""
+        return None if self.choice is None else self.choice.pick(self.layer_name, self.shape, x)
+
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Return `x @ Q(W).T + b`, by the sampler's kernel where the plugin takes it."""
-        kernel = None if self.choice is None else self.choice.pick(self.layer_name, self.shape, x)
+        """Return `x @ Q(W).T + b`."""
+        kernel = self._kernel(x)
         if kernel is None:
             return self.format.apply(x, self.prepared(x.dtype), bias)
-        q, key = self.quantized(), (kernel.vllm_name, x.dtype)
-        if key not in self._prepared:
-            with torch.inference_mode(False), torch.no_grad():
-                self._prepared[key] = kernel.prepare(q, x.dtype)
-        return kernel.apply(x, self._prepared[key], bias)
+        made = self.derived((kernel.vllm_name, x.dtype), lambda q: kernel.prepare(q, x.dtype))
+        return kernel.apply(x, made, bias)
 
     def backward_weight(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """Return what the output's gradient is multiplied by for that of the input: Q(W) multiplied out, or W."""
@@ -89,7 +89,7 @@ class AlignedWeight(LowBitWeight):
         """Return what `backward_input` will need of an input: the codes that were multiplied, or the input itself."""
         if self.backward_operands == "high_precision":
             return (x,)
-        kernel = None if self.choice is None else self.choice.pick(self.layer_name, self.shape, x)
+        kernel = self._kernel(x)
         made = None if kernel is None else kernel.kept_input(x)
         return self.format.kept_input(x) if made is None else made
 
@@ -98,6 +98,10 @@ class AlignedWeight(LowBitWeight):
         return (
             kept[0] if self.backward_operands == "high_precision" else self.format.dequantized_kept(tuple(kept), dtype)
         )
+
+
+class AlignedWeight(AlignedCodes, LowBitWeight):
+    """A weight that is multiplied as the sampler does and learns as a plain one."""
 
     @override
     def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -108,38 +112,14 @@ class AlignedLinear(AlignedWeight, LowBitLinear):
     """A linear layer that multiplies as the sampler does and learns as a plain one."""
 
 
-class _AlignedTogether(LowBitTogether):
-    @property
-    def _first(self) -> AlignedWeight:
-        assert isinstance(self.layers[0], AlignedLinear)
-        return self.layers[0]
-
+class _AlignedTogether(LowBitTogether, AlignedCodes):
     @override
     def holds(self, device: torch.device) -> bool:
-        return self._first.backward_operands == "dequantized" and super().holds(device)
+        return self.layers[0].backward_operands == "dequantized" and super().holds(device)
 
-    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        format, kernel = self._first.format, self._kernel(x)
-        q, key = self.quantized(), (None if kernel is None else kernel.vllm_name, x.dtype)
-        if key not in self.prepared:
-            with torch.inference_mode(False), torch.no_grad():
-                self.prepared[key] = (format if kernel is None else kernel).prepare(q, x.dtype)
-        return (format if kernel is None else kernel).apply(x, self.prepared[key], bias)
-
-    def backward_weight(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        return self._first.format.dequantize(self.quantized(), dtype)
-
-    def kept_input(self, x: Tensor) -> tuple[Tensor, ...]:
-        kernel = self._kernel(x)
-        made = None if kernel is None else kernel.kept_input(x)
-        return self._first.format.kept_input(x) if made is None else made
-
-    def backward_input(self, kept: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        return self._first.format.dequantized_kept(tuple(kept), dtype)
-
-    def _kernel(self, x: Tensor) -> SamplerKernel | None:
-        choice = self._first.choice
-        return None if choice is None else choice.pick(self.layer_name, self.shape, x)
+    @property
+    def choice(self) -> KernelChoice | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.layers[0].choice
 
     @override
     def compute(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Sequence[Tensor]:
@@ -240,7 +220,6 @@ class QATAligned(QuantizedPrecision):
         layers, device = self.layers(module), device_of(module)
         self.choice.follow(module)
         tell_emulated("QATAligned", self.format, device)
-        tell_cost(f"QATAligned({self.format.name})", network_of(module), device)
         for layer in layers.values():
             assert isinstance(layer, AlignedWeight)
             layer.choice, layer.backward_operands = self.choice, self.backward_operands

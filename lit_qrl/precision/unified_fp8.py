@@ -14,10 +14,9 @@ from lit_qrl.formats.support import tell_emulated
 from lit_qrl.functional._gradients import added
 from lit_qrl.network.linears import quantizable_layers
 from lit_qrl.precision.base import QuantizedPrecision, device_of, network_of
-from lit_qrl.precision.cost import tell_cost
 from lit_qrl.precision.layers import block_fp8
 from lit_qrl.precision.layers.block_fp8 import Backend, Operand, Weight
-from lit_qrl.precision.layers.low_bit import LowBitExpert, LowBitLinear, LowBitWeight
+from lit_qrl.precision.layers.low_bit import LowBitCodes, LowBitExpert, LowBitLinear, LowBitWeight
 from lit_qrl.precision.layers.one_pass import Fuse, quantize_in_passing
 from lit_qrl.precision.layers.together import LowBitTogether, end_to_end, side_by_side
 
@@ -28,9 +27,7 @@ class _BlockScaled(torch.autograd.Function):
     """Forward, input gradient and weight gradient in block-scaled FP8; the input is kept in FP8 in between."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, held: "UnifiedWeight | _UnifiedTogether", sizes: Sequence[int], learns: bool, *own: Any
-    ) -> Any:
+    def forward(ctx: Any, x: Tensor, held: "UnifiedCodes", sizes: Sequence[int], learns: bool, *own: Any) -> Any:
         backend, count = held.backend, len(sizes)
         # The weight's gradient sums over tokens, so the input is kept quantized along them.
         along, across = backend.inputs(x, learns)
@@ -67,27 +64,23 @@ class _BlockScaled(torch.autograd.Function):
         return grad_x, None, None, None, *of_weights, *of_biases
 
 
-class UnifiedWeight(LowBitWeight):
-    """A weight whose three GEMMs are block-scaled FP8."""
+class UnifiedCodes(LowBitCodes):
+    """Codes of which all three GEMMs are made."""
 
     backend: Backend
 
     def operand(self) -> Weight:
         """Return the weight as the products read it, made once per version of it."""
-        q = self.quantized()
-        if "operand" not in self._prepared:
-            with torch.inference_mode(False), torch.no_grad():
-                self._prepared["operand"] = self.backend.weight(q)
-        return self._prepared["operand"]
+        return self.derived("operand", self.backend.weight)
+
+
+class UnifiedWeight(UnifiedCodes, LowBitWeight):
+    """A weight whose three GEMMs are block-scaled FP8."""
 
     @override
     def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         learns = weight.requires_grad and torch.is_grad_enabled()
-        return _BlockScaled.apply(x, self, self._sizes, learns, weight, bias)  # pyright: ignore
-
-    @property
-    def _sizes(self) -> tuple[int]:
-        return (self.out_features,)
+        return _BlockScaled.apply(x, self, (self.out_features,), learns, weight, bias)  # pyright: ignore
 
 
 class UnifiedLinear(UnifiedWeight, LowBitLinear):
@@ -99,21 +92,14 @@ class UnifiedLinear(UnifiedWeight, LowBitLinear):
         return self.backend.name == "torch"
 
 
-class _UnifiedTogether(LowBitTogether):
+class _UnifiedTogether(LowBitTogether, UnifiedCodes):
     @property
-    def backend(self) -> Backend:
-        return self.layers[0].backend  # pyright: ignore
+    def backend(self) -> Backend:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.layers[0].backend
 
     @override
     def holds(self, device: torch.device) -> bool:
         return self.backend.name == "torch" and super().holds(device)
-
-    def operand(self) -> Weight:
-        q = self.quantized()
-        if "operand" not in self.prepared:
-            with torch.inference_mode(False), torch.no_grad():
-                self.prepared["operand"] = self.backend.weight(q)
-        return self.prepared["operand"]
 
     @override
     def compute(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Sequence[Tensor]:
@@ -192,7 +178,6 @@ class UnifiedFP8(QuantizedPrecision):
         for layer in self.layers(module).values():
             assert isinstance(layer, UnifiedWeight)
             layer.backend = self.backend
-        tell_cost("UnifiedFP8", network_of(module), device)
         if self.fuse is True or self.backend.name == "torch":
             quantize_in_passing(network_of(module), UnifiedLinear, columns=True, choice=self.fuse)
         return module

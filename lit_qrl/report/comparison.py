@@ -12,7 +12,7 @@ from lit_qrl.report.run import BAND, Run, Seeds, by_configuration
 from lit_qrl.report.single import accuracy_change, figure_section
 
 
-def render_comparison(run_folders: Sequence[str | Path], out: str | Path, reload_seconds: float | None = None) -> Path:
+def render_comparison(run_folders: Sequence[str | Path], out: str | Path) -> Path:
     """Write a page that compares runs and return the path of its `index.html`.
 
     Runs whose configurations differ in seed and place only are one line: their mean, with a band around it.
@@ -20,7 +20,6 @@ def render_comparison(run_folders: Sequence[str | Path], out: str | Path, reload
     Args:
         run_folders: at least one run folder; the order is kept.
         out: folder to write into.
-        reload_seconds: after so many the page loads itself again; None for one that stays as it is.
 
     Raises:
         FileNotFoundError: when one of the folders does not exist.
@@ -52,7 +51,7 @@ def render_comparison(run_folders: Sequence[str | Path], out: str | Path, reload
         caption=caption if several else "",
         rows=_rows(runs, labels, groups, names),
     )
-    return page.write(out, f"{len(runs)} runs", " · ".join(names), [table, *figures], reload_seconds=reload_seconds)
+    return page.write(out, f"{len(runs)} runs", " · ".join(names), [table, *figures])
 
 
 def labels_of(folders: Sequence[Path]) -> list[str]:

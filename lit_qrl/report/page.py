@@ -11,8 +11,8 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from lit_qrl.errors import named
 from lit_qrl.report.run import Run, standard_error
+from lit_qrl.run.event_log import replacing
 
 TONES = {"finished": "good", "running": "", "interrupted": "warn", "failed": "bad"}
 """Colour of a run's status."""
@@ -57,7 +57,6 @@ def write(
     status: str = "",
     tiles: Sequence[Tile] = (),
     footer: str = "",
-    reload_seconds: float | None = None,
 ) -> Path:
     """Write a whole HTML document without any outside resource and return the path of its `index.html`."""
     environment = Environment(
@@ -72,16 +71,10 @@ def write(
         tiles=tiles,
         footer=footer,
         tones=TONES,
-        reload_seconds=reload_seconds,
     )
     index = folder / "index.html"
-    partial = folder / ".index.html.partial"
-    with named(index):
-        try:
-            partial.write_text(html, encoding="utf-8", errors="replace")
-            partial.replace(index)  # a browser that loads it meanwhile gets the whole page
-        finally:
-            partial.unlink(missing_ok=True)
+    with replacing(index) as file:  # a browser that loads it meanwhile gets the whole page
+        file.write(html.encode("utf-8", errors="replace"))
     return index
 
 

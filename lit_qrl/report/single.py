@@ -26,7 +26,7 @@ EVENTS_SHOWN = 200
 """A run with a broken reward can log an event for every sample; the file has them all."""
 
 
-def render(run_folder: str | Path, out: str | Path | None = None, reload_seconds: float | None = None) -> Path:
+def render(run_folder: str | Path, out: str | Path | None = None) -> Path:
     """Write the report of a run and return the path of its `index.html`.
 
     The page needs nothing but itself: images and styles are inside. The same images lie beside it as PNG files.
@@ -34,7 +34,6 @@ def render(run_folder: str | Path, out: str | Path | None = None, reload_seconds
     Args:
         run_folder: the folder of a finished, running or broken run.
         out: folder to write into; `<run_folder>/report` when None.
-        reload_seconds: after so many the page loads itself again; None for one that stays as it is.
 
     Raises:
         FileNotFoundError: when the run folder does not exist.
@@ -67,7 +66,6 @@ def render(run_folder: str | Path, out: str | Path | None = None, reload_seconds
         status=run.status,
         tiles=_tiles(run),
         footer=f"{folder.resolve()} · written {time.strftime('%Y-%m-%d %H:%M:%S')} in {took}",
-        reload_seconds=reload_seconds,
     )
 
 
@@ -196,16 +194,8 @@ def _histograms(run: Run, out: Path) -> page.Section | None:
 def _events(run: Run) -> page.Section | None:
     if not run.events:
         return None
-    tones = {
-        "exception": "bad",
-        "stopped": "bad",
-        "interrupt": "warn",
-        "finish": "good",
-        "start": "",
-        "resume": "",
-        "sampler": "",
-        "update": "",
-    }
+    tones = {"exception": "bad", "stopped": "bad", "finish": "good"}
+    tones |= dict.fromkeys(("start", "resume", "sampler", "update"), "")
     shown = []
     for event in run.events[-EVENTS_SHOWN:]:
         kind, iteration, moment = str(event.get("kind", "")), event.get("iteration"), event.get("time")

@@ -14,6 +14,8 @@ from lit_qrl.rewards.workers import Failure, WorkerPool, WorkerStartError, by_na
 Function = Callable[..., Any]
 GIVEN = ("prompts", "completions", "references")
 """Parameters that are not columns."""
+TIMEOUT, RETRIES = 60.0, 2
+"""Defaults of what holds for calls of single samples."""
 RESERVED = (*GIVEN, "prompt", "completion")
 """Columns that are not passed under their own names, as in TRL."""
 
@@ -37,7 +39,7 @@ class FunctionReward(Reward):
         processes: call it in processes of its own, which a limit can end whatever it does; what it writes to variables
             of its module stays there. By default where `concurrency` is set and another process can import the
             function; one that is `async`, in the main script or within another is called in this process.
-        timeout: seconds for one of these calls.
+        timeout: seconds for one of these calls; for `concurrency` alone, as are `retries`.
         retries: how often one of these calls is repeated when it raised or was late; the pause doubles each time.
         time_limit: seconds for all samples together.
 
@@ -60,8 +62,8 @@ class FunctionReward(Reward):
         arguments: dict[str, Any] | None = None,
         completions: Literal["auto", "text", "messages"] = "auto",
         concurrency: int = 0,
-        timeout: float = 60.0,
-        retries: int = 2,
+        timeout: float = TIMEOUT,
+        retries: int = RETRIES,
         time_limit: float = 600.0,
         processes: bool | None = None,
     ) -> None:
@@ -77,10 +79,17 @@ class FunctionReward(Reward):
         ):
             if not value >= least:
                 raise ConfigError(f"{key} of {self.described} is too small.", expected=f">= {least:g}", given=value)
+        if not concurrency and (timeout, retries) != (TIMEOUT, RETRIES):
+            raise ConfigError(
+                f"timeout and retries of {self.described} are for calls of single samples, and one call has all here.",
+                expected="concurrency above 0 beside them",
+                given=f"timeout {timeout:g}, retries {retries} and concurrency 0",
+                remedy="Set concurrency, or time_limit for all samples together.",
+            )
         self.arguments, self.completions = dict(arguments or {}), completions
         self.concurrency, self.timeout, self.retries, self.time_limit = concurrency, timeout, retries, time_limit
         self.failures = {}
-        self._pool: WorkerPool | None = None
+        self.pool: WorkerPool | None = None
         if processes or (processes is None and concurrency and by_name(self.function)):
             if sent(self.function) is None:
                 raise ConfigError(
@@ -88,7 +97,7 @@ class FunctionReward(Reward):
                     expected="a function of a module, which another process can import",
                     remedy="Move it to a file beside the script, or set `processes: false`.",
                 )
-            self._pool = WorkerPool(_Finished(self.function), timeout=timeout if concurrency else time_limit)
+            self.pool = WorkerPool(_Finished(self.function), timeout=timeout if concurrency else time_limit)
         try:
             parameters = list(inspect.signature(self.function).parameters.values())
         except (TypeError, ValueError):  # a builtin
@@ -131,14 +140,14 @@ class FunctionReward(Reward):
     def __call__(self, samples: Sequence[Sample]) -> list[Score]:
         self.failures = {}
         self._start()
-        if not self.concurrency:
-            if self._pool is None:
-                return awaited(self.function(**self._arguments(samples)), self.time_limit or float("inf"))
-            returned = self._pool.call(self._arguments(samples))
-            if isinstance(returned, Failure):
-                raise returned()
-            return returned
-        return Singly(self).scores(samples)
+        if self.concurrency:
+            return Singly(self).scores(samples)
+        if self.pool is None:
+            return awaited(self.function(**self.arguments_for(samples)), self.time_limit or float("inf"))
+        returned = self.pool.call(self.arguments_for(samples))
+        if isinstance(returned, Failure):
+            raise returned()
+        return returned
 
     def begin(self) -> "Singly | None":
         """Return what calls the function for samples as they come, where it is called for each alone."""
@@ -150,8 +159,8 @@ class FunctionReward(Reward):
     def _start(self) -> None:
         """Have the function imported where it is called, whose time is not counted as a call's."""
         try:
-            if self._pool is not None:
-                self._pool.start()
+            if self.pool is not None:
+                self.pool.start()
         except WorkerStartError as error:
             raise ConfigError(
                 f"{self.described} cannot be called in a process of its own.",
@@ -162,46 +171,11 @@ class FunctionReward(Reward):
 
     def close(self) -> None:
         """Kill the worker processes, if any; a later call starts new ones."""
-        if self._pool is not None:
-            self._pool.close()
+        if self.pool is not None:
+            self.pool.close()
 
-    @property
-    def limit(self) -> float:
-        """Seconds for all calls, so that the scores of those that are done are there before `time_limit`."""
-        return 0.95 * (self.time_limit or float("inf"))
-
-    @property
-    def apart(self) -> bool:
-        """Whether calls run in processes of their own."""
-        return self._pool is not None
-
-    def call_for(self, sample: Sample) -> Callable[[], Any]:
-        """Return the call of the function for one sample."""
-        if self._pool is not None:
-            return partial(self._pool.call, self._arguments([sample]))
-        return lambda: self.function(**self._arguments([sample]))
-
-    def concluded(self, returned: Sequence[Any], samples: Sequence[Sample]) -> list[Score]:
-        """Return the scores that the calls for single samples returned, or a `Failure` each."""
-        self.failures = {i: one.reason for i, one in enumerate(returned) if isinstance(one, Failure)}
-        if len(self.failures) == len(samples) > 0:
-            raise RuntimeError(f"every call failed, the first with {self.failures[0]}")
-        return [None if isinstance(one, Failure) else self._single(one, samples[i]) for i, one in enumerate(returned)]
-
-    def _single(self, returned: Any, sample: Sample) -> Any:
-        """Return the score of a call for one sample; it may come as a list, or alone."""
-        if isinstance(returned, (list, tuple)) or getattr(returned, "ndim", 0) == 1:
-            if len(returned) != 1:
-                raise ConfigError(
-                    f"{self.described} returned the wrong number of scores.",
-                    expected="1, since with concurrency each call has one sample",
-                    given=f"{len(returned)} for the completion {sample.completion[:60]!r}",
-                    remedy="Return a list with one number, or None.",
-                )
-            return returned[0]
-        return returned
-
-    def _arguments(self, samples: Sequence[Sample]) -> dict[str, Any]:
+    def arguments_for(self, samples: Sequence[Sample]) -> dict[str, Any]:
+        """Return the arguments of a call for samples."""
         prompts, completions = [], []
         for sample in samples:
             messages = conversation(sample.columns)
@@ -228,7 +202,7 @@ class _Finished:
         return awaited(self.function(**arguments), float("inf"))
 
 
-class Singly:
+class Singly(Gathering):
     """A function at work on samples as they come, called for each alone, with the reward's own `concurrency`.
 
     Args:
@@ -236,34 +210,40 @@ class Singly:
     """
 
     def __init__(self, reward: FunctionReward) -> None:
-        self.reward = reward
-        self._calls = Gathering(reward.concurrency, reward.timeout, reward.retries, reward.apart)
-        self._added: set[int] = set()
+        super().__init__(reward.concurrency, reward.timeout, reward.retries, apart=reward.pool is not None)
+        self.reward, self._added = reward, set[int]()
 
     def add(self, samples: Mapping[int, Sample]) -> None:
         """Take samples by their positions."""
         self._added.update(samples)
-        self._calls.add({position: self.reward.call_for(sample) for position, sample in samples.items()})
+        self.begin({position: partial(self._call, sample) for position, sample in samples.items()})
+
+    def _call(self, sample: Sample) -> Any:
+        arguments = self.reward.arguments_for([sample])
+        return self.reward.function(**arguments) if self.reward.pool is None else self.reward.pool.call(arguments)
 
     def scores(self, samples: Sequence[Sample]) -> list[Score]:
         """Return what a call with all of them returns."""
-        self.reward.failures = {}
         self.add({i: sample for i, sample in enumerate(samples) if i not in self._added})
-        try:
-            returned = self._calls.end(self.reward.limit, self.reward.progress)
-        except BaseException:
-            self.drop()
-            raise
-        return self.reward.concluded(returned, samples)
+        # so that the scores of those that are done are there before `time_limit`
+        returned = self.end(0.95 * (self.reward.time_limit or float("inf")), self.reward.progress)
+        self.reward.failures = {i: one.reason for i, one in enumerate(returned) if isinstance(one, Failure)}
+        if len(self.reward.failures) == len(samples) > 0:
+            raise RuntimeError(f"every call failed, the first with {self.reward.failures[0]}")
+        return [None if isinstance(one, Failure) else self._score(one, samples[i]) for i, one in enumerate(returned)]
 
-    def drop(self) -> None:
-        """Give up what is not done."""
-        self._calls.drop()
-
-    @property
-    def seconds(self) -> float:
-        """In which some call was under way."""
-        return self._calls.clock.seconds
+    def _score(self, returned: Any, sample: Sample) -> Any:
+        """Return the score of a call for one sample; it may come as a list, or alone."""
+        if isinstance(returned, (list, tuple)) or getattr(returned, "ndim", 0) == 1:
+            if len(returned) != 1:
+                raise ConfigError(
+                    f"{self.reward.described} returned the wrong number of scores.",
+                    expected="1, since with concurrency each call has one sample",
+                    given=f"{len(returned)} for the completion {sample.completion[:60]!r}",
+                    remedy="Return a list with one number, or None.",
+                )
+            return returned[0]
+        return returned
 
 
 def conversation(columns: Mapping[str, Any]) -> list[dict[str, Any]] | None:

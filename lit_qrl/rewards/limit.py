@@ -3,7 +3,6 @@
 import ctypes
 import faulthandler
 import os
-import queue
 import signal
 import sys
 import threading
@@ -108,52 +107,6 @@ def _alarm(seconds: float) -> Iterator[None]:
             signal.setitimer(signal.ITIMER_REAL, max(remaining - (time.monotonic() - started), 1e-3), interval)
 
 
-class Threads:
-    """Runs calls side by side, however many there are; a thread that has come back takes the next call.
-
-    They are daemons: one that hangs keeps neither another call nor the end of the process waiting. Starting a thread
-    for each call takes as long as many an answer.
-
-    Args:
-        patience: seconds after which a thread without a call ends.
-    """
-
-    def __init__(self, patience: float = 5.0) -> None:
-        self.patience = patience
-        self._begin()
-        os.register_at_fork(after_in_child=self._begin)  # there are no threads in it
-
-    def _begin(self) -> None:
-        self._calls: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
-        self._idle, self._lock = 0, threading.Lock()
-
-    def run(self, call: Callable[[], Any]) -> None:
-        """Run a call, which must not raise, and come back at once."""
-        with self._lock:
-            idle = self._idle > 0
-            if idle:
-                self._idle -= 1
-                self._calls.put(call)
-        if not idle:
-            threading.Thread(target=self._work, args=(call,), name="user code", daemon=True).start()
-
-    def _work(self, call: Callable[[], Any]) -> None:
-        while True:
-            call()
-            with self._lock:
-                self._idle += 1
-            try:
-                call = self._calls.get(timeout=self.patience)
-            except queue.Empty:
-                with self._lock:
-                    try:
-                        call = self._calls.get_nowait()  # it came just now
-                    except queue.Empty:
-                        self._idle -= 1
-                        return
-
-
-_threads = Threads()
 _leaving = threading.Lock()
 
 
@@ -181,7 +134,7 @@ def in_thread(function: Callable[..., Any], *arguments: Any) -> Running:
             running.thread = None
         settle(result)
 
-    _threads.run(run)
+    threading.Thread(target=run, name="user code", daemon=True).start()  # a daemon: what hangs keeps no process alive
     return running
 
 

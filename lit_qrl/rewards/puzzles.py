@@ -1,9 +1,12 @@
 """The rewards of puzzles whose answers are checked by their rules: Countdown and Sudoku."""
 
+import ast
+import operator
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
+from itertools import accumulate
 from math import isqrt
 from typing import Any
 
@@ -14,7 +17,13 @@ MAX_CHARACTERS = 200
 """Six numbers of four digits with all operators and brackets take under 60."""
 MAX_NESTING = 20
 MAX_DIGITS = 9
-_TOKEN = re.compile(rf"\s*(?:([0-9]{{1,{MAX_DIGITS}}})(?!\d)|([-+*/()]))")
+_ARITHMETIC = re.compile(rf"(?:\s*(?:[0-9]{{1,{MAX_DIGITS}}}(?![0-9])|[-+*/()]))+")
+_OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
 _SPELLINGS = str.maketrans({"×": "*", "÷": "/", "−": "-", "·": "*"})
 
 
@@ -22,64 +31,34 @@ def evaluate(expression: str) -> tuple[Fraction, list[int]] | None:
     """Return the exact value of an arithmetic expression and the numbers in it, or None when it is not one.
 
     Only whole numbers, `+ - * /` between two operands, and brackets: no sign before a number, no powers, no names.
+    Python parses it, and evaluates nothing.
 
     >>> evaluate("(1 + 2) / 4")
     (Fraction(3, 4), [1, 2, 4])
     >>> evaluate("1/0"), evaluate("-1"), evaluate("2**3"), evaluate("1 2")
     (None, None, None, None)
     """
-    if len(expression) > MAX_CHARACTERS:
+    text = expression.strip()
+    if len(expression) > MAX_CHARACTERS or not _ARITHMETIC.fullmatch(text):
         return None
-    tokens: list[int | str] = []
-    position, text = 0, expression.strip()
-    while position < len(text):
-        match = _TOKEN.match(text, position)
-        if match is None:
-            return None
-        tokens.append(int(match[1]) if match[1] else match[2])
-        position = match.end()
-    value, end = _sum(tokens, 0, 0)
-    if value is None or end != len(tokens):
+    if max(accumulate((one == "(") - (one == ")") for one in text)) > MAX_NESTING:
         return None
-    return value, [token for token in tokens if isinstance(token, int)]
+    numbers: list[int] = []
 
+    def value(node: ast.expr) -> Fraction:
+        match node:
+            case ast.Constant(value=int(number)):
+                numbers.append(number)
+                return Fraction(number)
+            case ast.BinOp(left, symbol, right) if type(symbol) in _OPERATORS:
+                return _OPERATORS[type(symbol)](value(left), value(right))
+        raise SyntaxError("no arithmetic")
 
-_Parsed = tuple[Fraction | None, int]
-_NOTHING: _Parsed = (None, 0)
-
-
-def _sum(tokens: Sequence[int | str], i: int, depth: int) -> _Parsed:
-    value, i = _product(tokens, i, depth)
-    while value is not None and i < len(tokens) and tokens[i] in ("+", "-"):
-        sign = 1 if tokens[i] == "+" else -1
-        term, i = _product(tokens, i + 1, depth)
-        value = None if term is None else value + sign * term
-    return value, i
-
-
-def _product(tokens: Sequence[int | str], i: int, depth: int) -> _Parsed:
-    value, i = _operand(tokens, i, depth)
-    while value is not None and i < len(tokens) and tokens[i] in ("*", "/"):
-        divide = tokens[i] == "/"
-        factor, i = _operand(tokens, i + 1, depth)
-        if factor is None or (divide and factor == 0):
-            return _NOTHING
-        value = value / factor if divide else value * factor
-    return value, i
-
-
-def _operand(tokens: Sequence[int | str], i: int, depth: int) -> _Parsed:
-    if i >= len(tokens) or depth > MAX_NESTING:
-        return _NOTHING
-    token = tokens[i]
-    if isinstance(token, int):
-        return Fraction(token), i + 1
-    if token != "(":
-        return _NOTHING
-    value, i = _sum(tokens, i + 1, depth + 1)
-    if value is None or i >= len(tokens) or tokens[i] != ")":
-        return _NOTHING
-    return value, i + 1
+    plain = re.sub(r"(?<![0-9])0+(?=[0-9])|\s", " ", text)  # Python has no leading zeros
+    try:
+        return value(ast.parse(plain.strip(), mode="eval").body), numbers
+    except (SyntaxError, ZeroDivisionError):
+        return None
 
 
 class CountdownReward(Reward):

@@ -90,21 +90,21 @@ class Gathering:
         apart: the calls only wait for processes of their own.
 
     >>> calls = Gathering(concurrency=2, timeout=60)
-    >>> calls.add({1: lambda: "second"})
-    >>> calls.add({0: lambda: "first"})
+    >>> calls.begin({1: lambda: "second"})
+    >>> calls.begin({0: lambda: "first"})
     >>> calls.end()
     ['first', 'second']
     """
 
     def __init__(self, concurrency: int, timeout: float, retries: int = 0, apart: bool = False) -> None:
-        self.timeout, self.retries, self.clock = timeout, retries, Clock()
+        self.timeout, self.retries, self._clock = timeout, retries, Clock()
         self._places = asyncio.Semaphore(concurrency)
         self._held = nullcontext() if apart else HoldingEnds(timeout)
         self._begun: set[int] = set()
         self._open = 0
         self._results: dict[int, Future[Any]] = {}
 
-    def add(self, calls: Mapping[int, Callable[[], Any]]) -> None:
+    def begin(self, calls: Mapping[int, Callable[[], Any]]) -> None:
         """Take calls by their positions."""
         for position, call in calls.items():
             self._results[position] = asyncio.run_coroutine_threadsafe(self._made(position, call), _loop("calls"))
@@ -117,16 +117,18 @@ class Gathering:
             progress: called with (calls done, calls).
         """
         last, told, left = time.monotonic() + limit, -1, set(self._results.values())
-        while left:
-            seconds = min(last - time.monotonic(), threading.TIMEOUT_MAX if progress is None else LOOK)
-            left = wait(left, max(seconds, 0.0)).not_done
-            if progress is not None and len(self._results) - len(left) != told:
-                told = len(self._results) - len(left)
-                progress(told, len(self._results))
-            if time.monotonic() >= last:
-                break
-        begun = set(self._begun)
-        self.drop()
+        try:
+            while left:
+                seconds = min(last - time.monotonic(), threading.TIMEOUT_MAX if progress is None else LOOK)
+                left = wait(left, max(seconds, 0.0)).not_done
+                if progress is not None and len(self._results) - len(left) != told:
+                    told = len(self._results) - len(left)
+                    progress(told, len(self._results))
+                if time.monotonic() >= last:
+                    break
+        finally:
+            begun = set(self._begun)
+            self.drop()
         late, unbegun = Failure(f"not done within {limit:g} s"), Failure(f"its turn did not come within {limit:g} s")
         return [
             (late if position in begun else unbegun) if one.cancelled() else one.result()
@@ -138,9 +140,14 @@ class Gathering:
         for position in sorted(self._results, key=self._begun.__contains__):  # or those that wait would take the places
             self._results[position].cancel()
 
+    @property
+    def seconds(self) -> float:
+        """In which some call was under way."""
+        return self._clock.seconds
+
     async def _made(self, position: int, call: Callable[[], Any]) -> Any:
         self._open += 1
-        self.clock.run(True)
+        self._clock.run(True)
         result: Any = None
         try:
             for attempt in range(self.retries + 1):
@@ -158,7 +165,7 @@ class Gathering:
             return result
         finally:
             self._open -= 1
-            self.clock.run(self._open > 0)
+            self._clock.run(self._open > 0)
 
 
 async def called(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -1,15 +1,15 @@
 """Rewards at work on a rollout that is still being drawn."""
 
 import logging
-import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
 from typing import Any
 
 from torch import Tensor
 
 from lit_qrl.rewards.base import Reward, Sample, Score, Scoring, check_names
-from lit_qrl.rewards.limit import call
+from lit_qrl.rewards.limit import Running, call, in_thread
 from lit_qrl.rewards.service import Clock
 from lit_qrl.types import Completion
 
@@ -97,7 +97,7 @@ def _begun(reward: Reward, before: Scoring | None) -> Scoring | None:
 
 
 class InTurn:
-    """A reward at work in a thread of its own: it is called for what has come since its last call.
+    """A reward at work beside the engine: it is called for what has come since its last call, one call at a time.
 
     Args:
         reward: whose `overlaps` is True.
@@ -105,21 +105,22 @@ class InTurn:
     """
 
     def __init__(self, reward: Reward, before: "InTurn | None" = None) -> None:
-        self.reward, self._before = reward, before
-        self.clock = Clock()
-        self._inbox: queue.SimpleQueue[dict[int, Sample] | None] = queue.SimpleQueue()
+        self.reward, self._before = reward, None if before is None else before._running or before._before
+        self._clock, self._lock = Clock(), threading.Lock()
+        self._running: Running | None = None
+        self._waiting: dict[int, Sample] = {}
         self._added: set[int] = set()
         self._scores: dict[int, Any] = {}
         self._failures: dict[int, str] = {}
-        self._error: BaseException | None = None
-        self._dropped = False
-        self._thread = threading.Thread(target=self._work, name="reward", daemon=True)
-        self._thread.start()
+        self._dropped = self._at_work = False
 
     def add(self, samples: Mapping[int, Sample]) -> None:
         """Take samples by their positions."""
         self._added.update(samples)
-        self._inbox.put(dict(samples))
+        with self._lock:
+            self._waiting |= samples
+            if not self._at_work:
+                self._at_work, self._running = True, in_thread(self._work, self._running or self._before)
 
     def scores(self, samples: Sequence[Sample]) -> list[float] | list[Score]:
         """Return what a call with all of them returns.
@@ -130,55 +131,40 @@ class InTurn:
         missing = {i: sample for i, sample in enumerate(samples) if i not in self._added}
         if missing:
             self.add(missing)
-        self._inbox.put(None)
         try:
-            while self._thread.is_alive():
-                self._thread.join(1.0)
-        except BaseException:
+            if self._running is not None:
+                self._running.result()
+        finally:
             self.drop()
-            raise
-        if self._error is not None:
-            raise self._error
         self.reward.failures = dict(self._failures)
         return [self._scores[i] for i in range(len(samples))]
 
     def drop(self) -> None:
         """Give up what is not done."""
         self._dropped = True
-        self._inbox.put(None)
 
     @property
     def seconds(self) -> float:
         """In which it was called."""
-        return self.clock.seconds
+        return self._clock.seconds
 
-    def _work(self) -> None:
-        before, self._before = self._before, None
+    def _work(self, before: Running | None) -> None:
+        """Score what comes until nothing more has; after an error nothing is begun again."""
         if before is not None:
-            before._thread.join()
-        ended = False
-        while not ended and self._error is None and not self._dropped:
-            samples, ended = self._waiting()
-            if not samples:
-                continue
-            self.clock.run(True)
+            wait([before])
+        while samples := self._taken():
+            self._clock.run(True)
             try:
                 self._score(samples)
-            except BaseException as error:
-                self._error = error
-            self.clock.run(False)
+            finally:
+                self._clock.run(False)
 
-    def _waiting(self) -> tuple[dict[int, Sample], bool]:
-        """Return all that has come, at least one thing, and whether nothing more does."""
-        samples: dict[int, Sample] = {}
-        given = self._inbox.get()
-        while given is not None:
-            samples |= given
-            try:
-                given = self._inbox.get_nowait()
-            except queue.Empty:
-                return samples, False
-        return samples, True
+    def _taken(self) -> dict[int, Sample]:
+        """Return all that has come."""
+        with self._lock:
+            samples, self._waiting = {} if self._dropped else self._waiting, {}
+            self._at_work = bool(samples)
+            return samples
 
     def _score(self, samples: dict[int, Sample]) -> None:
         positions = list(samples)

@@ -4,9 +4,10 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, SupportsFloat
+from typing import TYPE_CHECKING, Any, BinaryIO, SupportsFloat
 
 from lit_qrl.errors import named
 
@@ -67,6 +68,11 @@ def number(value: SupportsFloat) -> float | None:
     return None if math.isnan(value) else value
 
 
+def as_jsonl(records: Iterable[dict[str, Any]]) -> str:
+    """Return records as lines of JSON."""
+    return "".join(json.dumps(plain(record), ensure_ascii=False) + "\n" for record in records)
+
+
 def append_jsonl(path: str | os.PathLike, records: Iterable[dict[str, Any]]) -> None:
     """Append records to a JSONL file, one line each.
 
@@ -76,7 +82,7 @@ def append_jsonl(path: str | os.PathLike, records: Iterable[dict[str, Any]]) -> 
     >>> len(read_jsonl(path))
     2
     """
-    lines = "".join(json.dumps(plain(record), ensure_ascii=False) + "\n" for record in records)
+    lines = as_jsonl(records)
     if not lines:
         return
     path = Path(path)
@@ -86,6 +92,21 @@ def append_jsonl(path: str | os.PathLike, records: Iterable[dict[str, Any]]) -> 
         lines = "\n" + lines
     with named(path), path.open("a", encoding="utf-8", errors="surrogatepass") as file:
         file.write(lines)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Give a file that takes the place of another as a whole, once it is written and on the disk."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    with named(path):
+        try:
+            with partial.open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 def read_jsonl(path: str | os.PathLike) -> list[dict[str, Any]]:

@@ -330,27 +330,6 @@ class RunLock:
             self._lock = None
 
 
-def holder_lives(folder: Path) -> bool | None:
-    """Return whether the process that took a run folder is alive; None where nobody says who that is.
-
-    A folder that was let go names nobody, and a process of another host cannot be asked.
-    """
-    try:
-        holder = json.loads((folder / HOLDER_FILE).read_text())
-        pid, host = int(holder["pid"]), holder["host"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    if host != socket.gethostname() or pid < 1:
-        return None
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass  # of another user
-    return True
-
-
 def _holder(folder: Path) -> str:
     try:
         holder = json.loads((folder / HOLDER_FILE).read_text())

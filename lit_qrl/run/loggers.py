@@ -11,7 +11,7 @@ from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lit_qrl.errors import named
-from lit_qrl.run.event_log import METRICS_FILE
+from lit_qrl.run.event_log import METRICS_FILE, replacing
 from lit_qrl.run.folder import set_aside
 from lit_qrl.run.interrupt import check_process
 
@@ -118,7 +118,8 @@ class RunCSVLogger(Logger):
             data = self.path.read_bytes()
             whole = data[: data.rfind(b"\n") + 1]
             if whole != data:
-                _write_atomically(self.path, whole)
+                with replacing(self.path) as file:
+                    file.write(whole)
             reader = csv.reader(io.StringIO(whole.decode("utf-8", errors="replace"), newline=""))
             self._columns = next(reader, [])
             if not self._columns:
@@ -131,7 +132,8 @@ class RunCSVLogger(Logger):
 
     def _replace(self, columns: list[str], rows: list[dict[str, Any]]) -> None:
         text = _as_csv(columns, [dict(zip(columns, columns, strict=True)), *rows])
-        _write_atomically(self.path, text.encode("utf-8"))
+        with replacing(self.path) as file:
+            file.write(text.encode("utf-8"))
 
 
 def _as_csv(columns: list[str], rows: list[dict[str, Any]]) -> str:
@@ -152,16 +154,3 @@ def _is_before(row: Mapping[str, Any], epoch: int, step: int) -> bool:
         return int(float(row.get("step") or 0)) < step
     except ValueError:
         return True
-
-
-def _write_atomically(path: Path, data: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with named(path):
-        try:
-            with temporary.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)

@@ -106,8 +106,6 @@ def test_equal_policies_leave_every_weight_exactly_one():
 @pytest.mark.parametrize(
     "options, word",
     [
-        ({"clip": 0.5}, "clip"),
-        ({"saturation": 0.0}, "TruncatedIS"),
         ({"tolerance": -1.0}, "tolerance"),
         ({"sensitivity": -1.0}, "sensitivity"),
         ({"eps": 0.0}, "eps"),

@@ -113,26 +113,13 @@ def test_small_noise_is_rounded_away_in_16_bits():
     assert logged["noise/realized_sigma"] < 1e-4
 
 
-def test_noise_on_a_norm_is_multiplicative_noise_on_the_next_matrix():
-    """QeRL eq. 10-12: (w + z) ⊙ x̂ · Wᵀ = w ⊙ x̂ · ((z/w + 1) ⊙ W)ᵀ, row-wise over input channels."""
-    torch.manual_seed(0)
-    w, z = 1 + torch.rand(8, dtype=torch.float64), 0.1 * torch.randn(8, dtype=torch.float64)
-    normalized, matrix = torch.randn(5, 8, dtype=torch.float64), torch.randn(3, 8, dtype=torch.float64)
-    noisy_norm = ((w + z) * normalized) @ matrix.T
-    noisy_matrix = (w * normalized) @ (matrix * (z / w + 1)).T
-    torch.testing.assert_close(noisy_norm, noisy_matrix, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize(
     "options, match",
     [
-        ({"start": 1e-4, "end": 1e-2}, "end is larger"),
-        ({"end": 0.0}, r"AQNNoise\.end is a standard deviation.*Given: 0\.0"),
         ({"start": -1e-2, "end": -2e-2}, r"AQNNoise\.start .*Given: -0\.01"),
         ({"start": float("nan")}, r"AQNNoise\.start .*Given: nan"),
         ({"start": float("inf")}, r"AQNNoise\.start .*Given: inf"),
         ({"num_stages": 1}, "num_stages"),
-        ({"schedule": "exponentail"}, "Did you mean 'exponential'"),
     ],
 )
 def test_a_schedule_that_cannot_be_is_refused(options, match):
@@ -157,7 +144,6 @@ def test_a_run_of_fewer_iterations_than_stages_has_a_stage_for_each(tmp_path):
 @pytest.mark.parametrize(
     "norms, match",
     [
-        (["*.ln_1.weight"], r"matches no parameter.*input_layernorm.*Given: \*\.ln_1\.weight"),
         (["*.input_layernorm.weight", "*.post_atention_layernorm.weight"], r"Given: \*\.post_atention"),
         (["*.weight"], "is no norm's weight"),
         ([], "no pattern"),

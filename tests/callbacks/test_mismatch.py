@@ -33,10 +33,12 @@ def test_every_n_iterations(tmp_path):
     assert len(column(tmp_path, "mismatch/kl_k3")) == 2
 
 
-@pytest.mark.parametrize("name", ["kl_k1", "ess_ratio", "chi2_token", "ppl_ratio"])
-def test_metrics_stand_in_the_table(tmp_path, name):
+def test_metrics_stand_in_the_table_and_one_update_per_rollout_has_no_ratio(tmp_path):
     fit(tmp_path, trainer={"max_epochs": 1})
-    assert len(column(tmp_path, f"mismatch/{name}")) == 1
+    for name in ("kl_k1", "ess_ratio", "chi2_token", "ppl_ratio"):
+        assert len(column(tmp_path, f"mismatch/{name}")) == 1
+    assert column(tmp_path, "update/ratio_p99") == []
+    assert "Updates of negative samples" not in pictures(tmp_path)
 
 
 def pictures(folder):
@@ -95,12 +97,6 @@ def test_without_a_scoring_pass_it_measures_the_sequences_of_the_first_update(tm
         (part,), (whole,) = (column(folder, f"mismatch/{name}") for folder in (tmp_path, tmp_path / "whole"))
         assert part == pytest.approx(whole, rel=0.5), name  # before the first update; after it they are far apart
         assert part != whole
-
-
-def test_one_update_per_rollout_has_no_ratio(tmp_path):
-    fit(tmp_path, trainer={"max_epochs": 1})
-    assert column(tmp_path, "update/ratio_p99") == []
-    assert "Updates of negative samples" not in pictures(tmp_path)
 
 
 @pytest.mark.parametrize("callback", [GeometricRejection(upper=1.001), MaskedIS("sequence", upper=1.001)])

@@ -135,12 +135,6 @@ def refusal(folder, *callbacks, model=None, **options):
     return str(caught.value)
 
 
-def test_a_dense_model_is_refused_before_its_weights(tmp_path):
-    said = refusal(tmp_path, RouterReplay(), model={})
-    assert "RouterReplay replays which experts each token took, and no router is found in this model." in said
-    assert "Given: Qwen3ForCausalLM. Remove RouterReplay from trainer.callbacks." in said
-
-
 def test_an_engine_that_records_nothing_is_refused(tmp_path):
     said = refusal(tmp_path, RouterReplay(), engine=Smallest())
     assert "RouterReplay needs an engine that records which experts each token took." in said

@@ -3,35 +3,34 @@ import math
 import pytest
 import torch
 
-from lit_qrl.callbacks.truncated import TruncatedIS
+from lit_qrl.callbacks.truncated import MaskedIS, TruncatedIS
 from lit_qrl.errors import ConfigError
 from lit_qrl.functional import importance as F
 from tests.callbacks.corrections import context
 from tests.functional.helpers import Ranks, listed, no_host_sync
 
+LEVELS = {"token": 2.0, "sequence": 5.0, "geometric": 2.0}
 
-@pytest.mark.parametrize(
-    "level, function, upper",
-    [
-        ("token", F.token_truncated, 2.0),
-        ("sequence", F.sequence_truncated, 5.0),
-        ("geometric", F.geometric_truncated, 2.0),
-    ],
-)
-def test_default_bounds_of_each_level(level, function, upper):
-    given = context()
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("kind", "corrects"), [("truncated", TruncatedIS), ("masked", MaskedIS)])
+def test_default_bounds_of_each_level(level, kind, corrects):
+    given, upper = context(), LEVELS[level]
     with no_host_sync():
-        got = TruncatedIS(level).correct(None, None, given)
-    assert torch.equal(got.weights, function(given.log_ratio, given.mask, upper, 0.0))
+        got = corrects(level).correct(None, None, given)
+    lower = 0.0 if kind == "truncated" else 1 / upper
+    bounds = {"lower": lower, "upper": upper}
+    assert torch.equal(got.weights, getattr(F, f"{level}_{kind}")(given.log_ratio, given.mask, **bounds))
     assert got.keep is None
+    rows = [row for row in listed(given.log_ratio, given.mask) if row]
     ratios = {
-        "token": [math.exp(x) for row in listed(given.log_ratio, given.mask) for x in row],
-        "sequence": [math.exp(sum(row)) for row in listed(given.log_ratio, given.mask) if row],
-        "geometric": [math.exp(sum(row) / len(row)) for row in listed(given.log_ratio, given.mask) if row],
+        "token": [math.exp(x) for row in rows for x in row],
+        "sequence": [math.exp(sum(row)) for row in rows],
+        "geometric": [math.exp(sum(row) / len(row)) for row in rows],
     }[level]
-    name = "correction/truncated_tokens" if level == "token" else "correction/truncated_sequences"
-    assert float(got.metrics[name]) == pytest.approx(sum(r > upper for r in ratios) / len(ratios))
-    assert float(got.metrics[name]) > 0
+    changed = float(got.metrics[f"correction/{kind}_{'tokens' if level == 'token' else 'sequences'}"])
+    assert changed == pytest.approx(sum(not lower <= ratio <= upper for ratio in ratios) / len(ratios))
+    assert changed > 0
 
 
 def test_lower_bound_and_its_reciprocal():
@@ -70,29 +69,34 @@ def test_without_a_bound_extreme_weights_are_rejected_and_counted_not_clamped():
     assert quiet.keep.all()
 
 
+def test_the_surveys_one_sided_form():
+    given = context()
+    got = MaskedIS("sequence", lower=0.0, upper=5.0).correct(None, None, given)
+    wanted = [math.exp(sum(row)) for row in listed(given.log_ratio, given.mask)]
+    for i, ratio in enumerate(wanted):
+        assert float(got.weights[i, 0]) == pytest.approx(
+            ratio if ratio <= 5 and given.mask[i].any() else float(ratio <= 5)
+        )
+
+
 def test_equal_policies_leave_every_weight_exactly_one():
-    for options in (
-        {},
-        {"level": "sequence", "upper": "auto", "lower": None},
-        {"level": "geometric"},
-        {"upper": math.inf},
-    ):
-        got = TruncatedIS(**options).correct(None, None, context(torch.float32, equal=True))
+    untruncated = [TruncatedIS("sequence", "auto", None), TruncatedIS(upper=math.inf)]
+    for corrects in (*map(TruncatedIS, LEVELS), *map(MaskedIS, LEVELS), *untruncated):
+        got = corrects.correct(None, None, context(torch.float32, equal=True))
         assert torch.equal(got.weights, torch.ones(8, 6))
 
 
 @pytest.mark.parametrize(
-    "options, word",
+    ("corrects", "options", "word"),
     [
-        ({"upper": 0.5}, "upper >= 1"),
-        ({"lower": 3.0}, "lower"),
-        ({"lower": -0.5}, "lower"),
-        ({"upper": "auto"}, "level: sequence"),
-        ({"upper": "big", "level": "sequence"}, "number or auto"),
-        ({"level": "sequence", "upper": "auto", "lower": 2.0}, "lower"),
-        ({"level": "group"}, "level of TruncatedIS"),
+        (TruncatedIS, {"lower": -0.5}, "lower"),
+        (TruncatedIS, {"upper": "auto"}, "level: sequence"),
+        (TruncatedIS, {"upper": "big", "level": "sequence"}, "number or auto"),
+        (TruncatedIS, {"level": "sequence", "upper": "auto", "lower": 2.0}, "lower"),
+        (TruncatedIS, {"level": "group"}, "level of TruncatedIS"),
+        (MaskedIS, {"level": "word"}, "level of MaskedIS"),
     ],
 )
-def test_bad_input_is_refused_at_construction(options, word):
+def test_bad_input_is_refused_at_construction(corrects, options, word):
     with pytest.raises(ConfigError, match=word):
-        TruncatedIS(**options)
+        corrects(**options)

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from lit_qrl import __version__
-from lit_qrl.cli.config_files import run_folder_name
-from lit_qrl.cli.main import COMMANDS, TRAINING, fail, main, overview, prints_only, uncollected
+from lit_qrl.cli.main import COMMANDS, TRAINING, fail, main, overview, uncollected
 from lit_qrl.errors import ConfigError, StoppedError
 
 ROOT = Path(__file__).parents[2]
@@ -54,20 +53,6 @@ def test_a_paragraph_is_wrapped_but_no_word_is_cut(capsys):
     assert all(len(line) <= 110 for line in lines if line != path)
 
 
-@pytest.mark.parametrize(
-    ("args", "name"),
-    [
-        (["fit", "--config", "a/base.yaml", "--config", "b/other.yaml"], "base"),
-        (["fit", "-c=x/y.yaml"], "y"),
-        (["fit", "--trainer.max_epochs", "3"], "run"),
-        (["fit", "--config"], "run"),
-        (["fit", "--config.like", "z.yaml"], "run"),
-    ],
-)
-def test_a_run_is_named_after_its_first_file(args, name):
-    assert run_folder_name(args) == name
-
-
 def test_help_needs_no_library_that_loads_for_seconds():
     code = "import sys; from lit_qrl.cli.main import main; main(['--help']); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
@@ -85,14 +70,6 @@ def test_garbage_is_looked_for_again_after_the_imports():
         assert collections
     finally:
         gc.callbacks.pop()
-
-
-def test_a_command_that_only_prints_is_known_by_its_words():
-    assert prints_only(["fit", "--print_config=comments"])
-    assert prints_only(["fit", "-h"])
-    assert prints_only(["audit", "--help"])
-    assert prints_only(["fit", "--trainer.strategy.help=ColocatedStrategy"])
-    assert not prints_only(["fit", "--config", "help.yaml", "--print_shtab"])
 
 
 @pytest.mark.parametrize(("error", "status"), [(ConfigError("A key is wrong."), 2), (StoppedError("It broke."), 70)])

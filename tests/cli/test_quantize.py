@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from lit_qrl.cli.main import main as command_line
-from lit_qrl.cli.parser import CommandParser
 from lit_qrl.cli.parser import run as called
 from lit_qrl.cli.quantize import _size, quantize
 from lit_qrl.errors import ConfigError
@@ -57,33 +55,6 @@ def test_options_that_cannot_work(changed, match, model, tmp_path):
     with pytest.raises(ConfigError, match=match):
         called(quantize, options(changed.pop("model_folder", model), tmp_path / "out", **changed))
     assert not (tmp_path / "out").exists()
-
-
-def test_an_error_is_one_paragraph_and_status_2(model, tmp_path, capsys):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "file").write_text("")
-    with pytest.raises(SystemExit) as exit:
-        command_line(["quantize", *options(model, tmp_path / "out")])
-    assert exit.value.code == 2
-    printed = capsys.readouterr().err.strip()
-    assert "exists already" in " ".join(printed.split())
-    assert "Traceback" not in printed
-    assert "\n\n" not in printed
-
-
-def test_the_help_says_what_it_does(capsys):
-    with pytest.raises(SystemExit) as exit:
-        command_line(["quantize", "--help"])
-    assert exit.value.code == 0
-    text = capsys.readouterr().out
-    for word in ("--shard_gib", "Examples:", "vLLM and transformers load it"):
-        assert word in text
-    assert all(action.help for action in CommandParser(quantize)._actions if action.dest != "print_shtab")
-
-
-def test_the_command_line_knows_the_command(capsys):
-    command_line(["--help"])
-    assert "quantize" in capsys.readouterr().out
 
 
 def test_the_command_needs_no_training_parts():

@@ -52,12 +52,6 @@ def test_a_typo_names_the_nearest_run(run):
         called(report, [str(run.parent.parent / "quickstrat")])
 
 
-def test_help_says_where_a_comparison_goes(capsys):
-    with pytest.raises(SystemExit):
-        called(report, ["--help"])
-    assert "comparison beside the first RUN" in " ".join(capsys.readouterr().out.split())
-
-
 def test_a_place_that_cannot_be_written(run, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="--out"):
@@ -67,15 +61,3 @@ def test_a_place_that_cannot_be_written(run, tmp_path):
 def test_no_run_is_an_error_of_usage():
     with pytest.raises(ConfigError, match=r"required: RUN\. See lit-qrl report --help"):
         called(report, [])
-
-
-def test_watching_a_run_that_is_over_writes_the_page_once(run, capsys):
-    called(report, ["--watch", str(run)])
-    assert capsys.readouterr().out.strip() == str(run / "report" / "index.html")
-    assert "data-seconds" not in (run / "report" / "index.html").read_text()
-
-
-@pytest.mark.parametrize("seconds", ["0", "-1", "1e9"])
-def test_the_time_between_two_looks_is_checked(run, seconds):
-    with pytest.raises(ConfigError, match="--every is out of range"):
-        called(report, [str(run), "--watch", "--every", seconds])

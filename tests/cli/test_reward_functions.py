@@ -48,11 +48,6 @@ def test_words_of_the_command_line():
     assert in_words(others) == others
 
 
-def test_the_nearest_function_is_named():
-    with pytest.raises(FunctionError, match=f"no reward 'scor' in '{HERE}'. Did you mean 'score'?"):
-        in_object({"rewards": [f"{HERE}.scor"]})
-
-
 def test_a_module_that_raises_is_named(tmp_path, monkeypatch):
     (tmp_path / "raises_at_import.py").write_text("1 / 0\n")
     monkeypatch.syspath_prepend(tmp_path)

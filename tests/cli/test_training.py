@@ -6,54 +6,11 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch import Callback
-from lightning.pytorch.accelerators import CUDAAccelerator
-from lightning.pytorch.callbacks import Timer
 
 from lit_qrl import callbacks, objective, rollout
-from lit_qrl.callbacks import AIS, TokenVeto, WeightPublisher
 from lit_qrl.cli.main import main
-from lit_qrl.cli.training import FORCED, check_repeated, known_classes
+from lit_qrl.cli.training import FORCED, check_repeated, known_classes, told
 from lit_qrl.errors import ConfigError
-from tests.tiny_run import model_folder
-
-
-@pytest.fixture
-def lit(tmp_path, monkeypatch, capfd, caplog):
-    """Return (status, what was printed) of a command on rows of sums, in an empty folder with `sums.yaml`."""
-    rows = [{"question": f"1+{i}=", "answer": str(i + 1)} for i in range(12)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    task = {"path": "rows.jsonl", "chat": False, "evaluation_size": 4}
-    config = {
-        "model": {"policy": {"class_path": "CausalPolicy", "init_args": {"model": model_folder(tmp_path / "model")}}},
-        "data": {
-            "task": {"class_path": "DatasetTask", "init_args": task},
-            "engine": {"class_path": "TransformersEngine"},
-            "prompts_per_iteration": 4,
-            "group_size": 4,
-            "max_prompt_tokens": 8,
-            "max_completion_tokens": 4,
-        },
-        "report": {"samples_per_iteration": 1},
-        "trainer": {"accelerator": "cpu", "max_epochs": 1, "limit_val_batches": 0, "enable_progress_bar": False},
-    }
-    (tmp_path / "sums.yaml").write_text(yaml.safe_dump(config))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(CUDAAccelerator, "is_available", staticmethod(lambda: False))
-    monkeypatch.setattr("lit_qrl.callbacks.report.render", lambda folder: None)  # drawing takes seconds
-
-    def lit(command, *args):
-        status = 0
-        capfd.readouterr()
-        caplog.clear()
-        try:
-            main([command, "--config", "sums.yaml", *map(str, args)])
-        except SystemExit as stop:
-            status = stop.code
-        printed = capfd.readouterr()
-        return status, " ".join((printed.out + printed.err + caplog.text).split())
-
-    return lit
-
 
 RUNS = Path("runs/sums")
 
@@ -158,17 +115,6 @@ def test_predictions_are_kept_in_the_run_whose_checkpoint_is_taken(lit):
     assert "runs/sums/predict/1/predictions.jsonl" in lit("predict")[1]
 
 
-def test_a_callback_stands_once():
-    check_repeated([AIS(), TokenVeto()])
-    check_repeated(AIS())
-    with pytest.raises(ConfigError, match=r"holds WeightPublisher.*`publisher`"):
-        check_repeated([WeightPublisher()])
-    with pytest.raises(ConfigError, match=r"cannot tell apart.*Timer"):
-        check_repeated([Timer(), Timer()])
-    with pytest.raises(ConfigError, match="AIS"):
-        check_repeated([AIS(), AIS()])
-
-
 def test_every_forced_callback_has_a_group_and_cannot_be_added():
     for group, cls in FORCED.items():
         with pytest.raises(ConfigError, match=f"holds {cls.__name__}.*`{group}`"):
@@ -212,3 +158,17 @@ def test_help_begins_with_examples_and_speaks_of_this_program_s_checkpoints(caps
     text = " ".join(text.split())
     assert "`last`, that of the newest run of this configuration that has one. (type: " in text
     assert "passes_per_step(data.micro_batches) --> trainer.accumulate_grad_batches" in text
+
+
+def test_an_accuracy_is_told_once_with_its_interval():
+    lines = told(
+        {
+            "val/greedy_pass@1": torch.tensor(0.34765625),
+            "val/greedy_pass@1_ci_low": torch.tensor(0.29),
+            "val/greedy_pass@1_ci_high": torch.tensor(0.4081),
+            "val/pass@1": torch.tensor(0.34765625),  # its former name
+            "val/gsm8k/avg@4": 0.5,
+        }
+    )
+    assert lines == ["val/greedy_pass@1  0.348  [0.290, 0.408]", "val/gsm8k/avg@4    0.500"]
+    assert told({}) == []

@@ -26,10 +26,7 @@ def test_turns_of_sharegpt_are_read():
 @pytest.mark.parametrize(
     ("turns", "message"),
     [
-        ([], r"Row 3 is an empty list.*role: user.*Correct or remove the row"),
-        ([SYSTEM], r"Row 3 has no user turn.*turns of system"),
         ([ANSWER], r"Row 3 has no user turn.*turns of assistant"),
-        ([{"role": "usr", "content": "x"}], r"Turn 1 of row 3 has an unknown role.*Did you mean 'user'"),
         ([USER, {"content": "x"}], r"Turn 2 of row 3 has an unknown role.*Given: None"),
         (["hello"], r"Turn 1 of row 3 is no message.*'hello'"),
         ([{"role": "user", "content": None}], r"Turn 1 of row 3 has no content"),

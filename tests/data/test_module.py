@@ -141,14 +141,18 @@ def test_what_a_rollout_solved_is_known_of_a_reward_that_judges_the_evaluation_t
         ({"evaluation_top_p": 0.0}, r"data\.evaluation_top_p is out of range.*\(0, 1\]\. Given: 0\.0"),
         ({"evaluation_temperature": -1.0}, r"data\.evaluation_temperature is out of range.*greedy"),
         ({"evaluation_completion_tokens": -1}, r"data\.evaluation_completion_tokens is out of range"),
-        ({"evaluate_task": False}, r"nothing to evaluate on.*evaluate_task"),
-        ({"mini_batches": 3}, r"multiple of 3\. Given: 4"),
+        ({"evaluation_limit": -1}, r"data\.evaluation_limit is too small"),
         ({"mini_batches": 2, "micro_batches": 3}, r"divisor of its 4 sequences\. Given: 3"),
     ],
 )
 def test_sizes_that_cannot_work_are_refused_at_construction(options, message):
     with pytest.raises(ConfigError, match=message):
         RolloutDataModule(DigitTask(), TransformersEngine(), **{**SIZES, **options})
+
+
+def test_the_former_name_of_the_limit_of_an_evaluation_counts():
+    data = RolloutDataModule(DigitTask(), TransformersEngine(), evaluation_size=4)
+    assert (data.evaluation_limit, data.evaluations[0].size) == (4, 4)
 
 
 def test_an_evaluation_may_have_a_length_and_a_nucleus_of_its_own(tmp_path):

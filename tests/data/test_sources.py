@@ -5,7 +5,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from lit_qrl.data.sources import check_columns, read_rows
+from lit_qrl.data.sources import read_rows
 from lit_qrl.errors import ConfigError
 
 ROWS = [{"question": "1+1 =\n?", "answer": "2"}, {"question": "Größe, “x”", "answer": "0140"}]
@@ -117,9 +117,3 @@ def test_bytes_that_are_no_text(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="cannot be read"):
         read_rows("a.jsonl")
-
-
-def test_a_missing_column_lists_the_others():
-    check_columns(ROWS, ["question", "answer"], "a.jsonl")
-    with pytest.raises(ConfigError, match=r"no column 'anser'.*question, answer.*Did you mean 'answer'"):
-        check_columns(ROWS, ["anser"], "a.jsonl")

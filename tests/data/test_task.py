@@ -7,7 +7,6 @@ import pytest
 from lit_qrl.data import tasks
 from lit_qrl.data.task import Task
 from lit_qrl.rewards.base import Reward, Sample
-from lit_qrl.rewards.math import MathReward
 
 
 def rows_file(folder):
@@ -85,29 +84,3 @@ def test_a_task_that_leaves_something_out_cannot_be_made():
 
     with pytest.raises(TypeError, match="evaluation_rows"):
         Half()
-
-
-def test_setup_is_optional():
-    class Sums(Task):
-        name, rewards = "sums", (MathReward(),)
-
-        def train_rows(self):
-            return [{"a": 1}]
-
-        evaluation_rows = train_rows
-
-        def prompt(self, row):
-            return "1+1="
-
-        def reference(self, row):
-            return "2"
-
-        def is_correct(self, samples):
-            return [score == 1.0 for score in self.rewards[0](samples)]
-
-    task = Sums()
-    assert task.setup() is None
-    assert task.is_correct([Sample("1+1=", r"\boxed{2}", "2", {}), Sample("1+1=", r"\boxed{3}", "2", {})]) == [
-        True,
-        False,
-    ]

@@ -8,7 +8,7 @@ from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback
 
 from lit_qrl.callbacks.ais import AIS
-from lit_qrl.callbacks.veto import TokenVeto
+from lit_qrl.callbacks.rejection import TokenVeto
 from lit_qrl.errors import ConfigError
 from lit_qrl.loop.correction import check_combination, combine
 from tests.callbacks.corrections import context

@@ -15,24 +15,12 @@ KEPT = ROOT / "docs" / "models"
 DOCUMENT = ROOT / "docs" / "models.md"
 
 
-def keep(family: Family, engine: str, cells: dict[str, Any], folder: Path = KEPT) -> None:
+def keep(family: Family, engine: str, cells: dict[str, Any]) -> None:
     """Write a row's cells beside those that are kept already."""
-    _add(family, engine, {name: _without_nothing(asdict(one)) for name, one in cells.items()}, folder)
-
-
-def merge(folder: Path) -> int:
-    """Keep what was measured into another folder; return how many cells."""
-    rows = [(family, *row) for family in FAMILIES for row in kept(family, folder).items()]
-    for row in rows:
-        _add(*row, KEPT)
-    return sum(len(cells) for *_, cells in rows)
-
-
-def _add(family: Family, engine: str, cells: dict[str, Any], folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{family.model_type}.json"
+    path = KEPT / f"{family.model_type}.json"
     row = json.loads(path.read_text()) if path.exists() else {"name": family.name, "engines": {}}
-    row["engines"][engine] = dict(sorted({**row["engines"].get(engine, {}), **cells}.items()))
+    made = {name: _without_nothing(asdict(one)) for name, one in cells.items()}
+    row["engines"][engine] = dict(sorted({**row["engines"].get(engine, {}), **made}.items()))
     path.write_text(json.dumps(row, indent=1) + "\n")
 
 
@@ -44,9 +32,9 @@ def _short(value: Any) -> Any:
     return float(f"{value:.3g}") if isinstance(value, float) else value
 
 
-def kept(family: Family, folder: Path = KEPT) -> dict[str, dict[str, dict[str, Any]]]:
+def kept(family: Family) -> dict[str, dict[str, dict[str, Any]]]:
     """Return what is kept of a family: cells by engine and name."""
-    path = folder / f"{family.model_type}.json"
+    path = KEPT / f"{family.model_type}.json"
     return json.loads(path.read_text())["engines"] if path.exists() else {}
 
 

@@ -1,9 +1,8 @@
 """What every family does under every format, engine and method: each cell works, or is refused in a paragraph.
 
 `python -m tests.families.table --families Qwen3 Falcon --engines transformers` measures some rows, and keeps them in
-`docs/models/` as JSON; `--write` writes `docs/models.md`, and what `lit-qrl models` shows, from all that are kept.
-On a larger machine: `--jobs 16 --minutes 8 --missing --out FOLDER`, again until nothing is missing, and here
-`--merge FOLDER --write`.
+`docs/models/` as JSON, a file for each family, so that several of these commands may run side by side; `--write` writes
+`docs/models.md`, and what `lit-qrl models` shows, from all that are kept.
 """
 
 import argparse
@@ -15,10 +14,8 @@ import os
 import sys
 import tempfile
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +39,7 @@ from lit_qrl.quantize import quantize_checkpoint
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from tests import tiny_run
 from tests.families.configs import FAMILIES, Family, model_folder, sized
-from tests.families.jobs import LATE, side_by_side
-from tests.families.page import DOCUMENT, KEPT, ROOT, document, keep, kept, merge, packaged, settings
+from tests.families.page import DOCUMENT, ROOT, document, keep, kept, packaged, settings
 from tests.families.vllm_cells import FORMATS as VLLM_FORMATS
 from tests.families.vllm_cells import run_cell
 from tests.families.witness import Difference, Witness, reference
@@ -341,81 +337,42 @@ def quiet():
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure what is asked for, print one line per cell, and return how many failed."""
+    """Measure what is asked for, keep it, print one line per cell, and return how many failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--families", nargs="*", default=[family.name for family in FAMILIES])
     parser.add_argument("--engines", nargs="*", default=["transformers"], choices=["transformers", "vllm"])
-    parser.add_argument("--formats", nargs="*", default=FORMATS, choices=FORMATS)
     parser.add_argument("--only", nargs="*", default=[""], help="cells whose name holds one of these")
-    parser.add_argument("--missing", action="store_true", help="cells that are not kept there yet")
-    parser.add_argument("--jobs", type=int, default=1, help="cells at a time, each in a process of one thread")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="after which what runs is stopped")
-    parser.add_argument("--out", type=Path, default=KEPT, help="folder that the cells are kept in")
-    parser.add_argument("--merge", type=Path, help="keep what another folder has, and measure nothing")
-    parser.add_argument("--dry", action="store_true", help="keep nothing")
-    parser.add_argument("--write", action="store_true", help="write the pages from what is kept")
+    parser.add_argument("--missing", action="store_true", help="cells that are not kept yet")
+    parser.add_argument("--write", action="store_true", help="write the pages from what is kept, and measure nothing")
     given = parser.parse_args(arguments)
-    if given.merge:
-        print(f"{merge(given.merge)} cells")
     if given.write:
         DOCUMENT.write_text(document())
         MEASURED.write_text(packaged())
-    return 0 if given.merge or given.write else _measure(given)
-
-
-def _measure(given: argparse.Namespace) -> int:
+        return 0
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the table is of CPUs
     if "vllm" in given.engines:
         from lit_qrl.rollout.vllm.process import prepare_environment
 
         prepare_environment(deep_gemm=False, kv_cache_gib=None)
-        import_module("vllm").LLM  # noqa: B018  once, for all processes
-    counts: dict[str, Counter[str]] = {}
-    lacking: dict[Any, set[str]] = {}
-
-    def take(family: Family, engine: str, cells: dict[str, Cell]) -> None:
-        for name, one in cells.items():
-            figure = "" if one.difference is None else f"{one.difference:.1e}"
-            when = " (late)" if one.early is False else ""
-            print(f"{family.name:<20}{engine:<13}{name:<18}{one.state:<8}{when} {figure} {one.text}", flush=True)
-            counts.setdefault(f"{family.name:<20}{engine:<13}", Counter())[one.state] += 1
-        if not given.dry:
-            keep(family, engine, cells, given.out)
-
-    for (family, engine, names), found, ended in side_by_side(_tasks(given), given.jobs, 60 * given.minutes):
-        left = lacking.setdefault((family.name, engine, names), set(names))
-        if ended is None:
-            left.difference_update(found)
-            take(family, engine, found)
-        elif ended == LATE:
-            print(f"{family.name:<20}{engine:<13}{', '.join(sorted(left))}: {ended}", flush=True)
-        else:
-            take(family, engine, dict.fromkeys(sorted(left), Cell("failed", f"its process {ended or 'ended early'}")))
-    for row, states in counts.items():
-        print(row, ", ".join(f"{count} {state}" for state, count in sorted(states.items())))
-    return sum(states["failed"] for states in counts.values())
-
-
-def _tasks(given: argparse.Namespace) -> Iterator[tuple[Any, Callable[[Callable[[Any], None]], None]]]:
-    """Yield what is to be measured: one cell, or the exports of one run."""
+    failed = 0
     for family in (family for family in FAMILIES if family.name in given.families):
         for engine in given.engines:
-            there = kept(family, given.out).get(engine, {}) if given.missing else {}
-            units = [(name,) for name in methods(engine, tuple(given.formats))]
-            units += [EXPORTS] if engine == "transformers" else []
-            for unit in units:
-                names = tuple(n for n in unit if n not in there and any(part in n for part in given.only))
-                if names:
-                    yield (
-                        (family, engine, names),
-                        lambda send, f=family, e=engine, n=names: _unit(f, e, given, n, send),
-                    )
+            there = kept(family).get(engine, {}) if given.missing else {}
 
+            def wanted(name: str, there: Any = there) -> bool:
+                return name not in there and any(part in name for part in given.only)
 
-def _unit(
-    family: Family, engine: str, given: argparse.Namespace, names: tuple[str, ...], send: Callable[[Any], None]
-) -> None:
-    measured(family, engine, tuple(given.formats), names.__contains__, send)
+            def take(cells: dict[str, Cell], family: Family = family, engine: str = engine) -> None:
+                for name, one in cells.items():
+                    figure = "" if one.difference is None else f"{one.difference:.1e}"
+                    when = " (late)" if one.early is False else ""
+                    line = f"{family.name:<20}{engine:<13}{name:<18}{one.state:<8}{when} {figure} {one.text}"
+                    print(line, file=sys.stderr, flush=True)
+                keep(family, engine, cells)
+
+            cells = measured(family, engine, wanted=wanted, done=take)
+            failed += sum(one.state == "failed" for one in cells.values())
+    return failed
 
 
 if __name__ == "__main__":

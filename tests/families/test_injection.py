@@ -57,7 +57,7 @@ def by_receipt(error):
 
 def one_of_each(names):
     """The last tensor of each kind: the names of its layers aside."""
-    return {name.rpartition("layers.")[2].partition(".")[2] or name: name for name in names}.values()
+    return set({name.rpartition("layers.")[2].partition(".")[2] or name: name for name in names}.values())
 
 
 @pytest.mark.parametrize("format", ["plain", "fp8_row", "int4_group"])

@@ -10,6 +10,7 @@ from lit_qrl.receipts.ledger import PublishError
 from lit_qrl.rollout.vllm import live_model, models
 from tests.families.configs import BY_TYPE, FAMILIES
 from tests.families.page import kept
+from tests.families.test_injection import one_of_each
 from tests.families.vllm_cells import allowed, disagreement, dtype_of, eager_network, publish, start, stream
 from tests.vllm_engines import LEARNING_RATE, sampler_format
 
@@ -49,11 +50,6 @@ def faults_of(network, engine, version, previous, wire=lambda stream: stream):
         return {(fault.kind, fault.name) for fault in publish(network, engine, version, previous, wire)[0]}
     except PublishError as error:
         return {(fault.kind, fault.name) for fault in error.faults}
-
-
-def one_of_each(names):
-    """The last tensor of each kind: the names of its layers aside."""
-    return set({name.rpartition("layers.")[2].partition(".")[2] or name: name for name in names}.values())
 
 
 def exchanged(tensors, kept_back):

@@ -4,11 +4,8 @@ import pytest
 import torch
 
 from lit_qrl.callbacks.ais import AIS
-from lit_qrl.callbacks.masked import MaskedIS
-from lit_qrl.callbacks.opsm import OffPolicySequenceMask
-from lit_qrl.callbacks.rejection import GeometricRejection, RatioRejection
-from lit_qrl.callbacks.truncated import TruncatedIS
-from lit_qrl.callbacks.veto import TokenVeto
+from lit_qrl.callbacks.rejection import GeometricRejection, OffPolicySequenceMask, RatioRejection, TokenVeto
+from lit_qrl.callbacks.truncated import MaskedIS, TruncatedIS
 from lit_qrl.errors import ConfigError
 from lit_qrl.functional.importance import batch_normalized
 from lit_qrl.functional.mismatch import mismatch_metrics

@@ -1,6 +1,7 @@
 import pytest
 import torch
 from peft import LoHaConfig, LoraConfig, get_peft_model
+from transformers import Qwen2Config
 
 from lit_qrl import formats
 from lit_qrl.errors import ConfigError
@@ -36,23 +37,6 @@ def packed(network, name):
     quantized.set_weight(q)
     put_layer(network, name, quantized)
     return format.dequantize(q)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_plain_lora_is_merged_as_peft_does_it_safely_without_a_look_at_its_numbers(dtype, monkeypatch):
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 6)).to(dtype)
-    layer = get_peft_model(model, LoraConfig(r=2, lora_alpha=6, target_modules=["0"])).base_model.model[0]
-    torch.nn.init.normal_(layer.lora_B["default"].weight)
-    before = layer.base_layer.weight.detach().clone()
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "isfinite", lambda *_: pytest.fail("the host would wait"))
-        merged = merged_tensors(layer)
-    assert torch.equal(layer.base_layer.weight, before)
-    layer.merge(safe_merge=True)
-    assert not torch.equal(layer.base_layer.weight, before)
-    assert torch.equal(merged["weight"], layer.base_layer.weight)
-    assert torch.equal(merged["bias"], layer.base_layer.bias)
 
 
 def test_weights_come_in_the_models_order_without_gradient():
@@ -103,16 +87,27 @@ def test_base_weights_are_the_plain_models():
     assert all(torch.equal(base[name], plain[name]) for name in plain)
 
 
-@pytest.mark.parametrize("config", [lora(), LoHaConfig(r=2, target_modules=["up_proj", "q_proj"], init_weights=False)])
-def test_merged_weights_are_those_of_a_model_that_peft_merged(config):
-    network = build_network()
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        (lora(), torch.float32),
+        (lora(), torch.bfloat16),
+        (LoHaConfig(r=2, target_modules=["up_proj", "q_proj"], init_weights=False), torch.float32),
+    ],
+)
+def test_merged_weights_are_those_of_a_model_that_peft_merged(config, dtype, monkeypatch):
+    network = build_network(Qwen2Config, dtype=dtype)  # with biases
     adapted = get_peft_model(network, config)
     before = {name: tensor.clone() for name, tensor in adapted.state_dict().items()}
-    merged = {name: tensor.clone() for name, tensor in merged_weights(network)}
+    with monkeypatch.context() as patch:
+        if isinstance(config, LoraConfig):
+            patch.setattr(torch, "isfinite", lambda *_: pytest.fail("the host would wait"))
+        merged = {name: tensor.clone() for name, tensor in merged_weights(network)}
     assert all(torch.equal(before[name], tensor) for name, tensor in adapted.state_dict().items())
-    expected = dict(adapted.merge_and_unload().named_parameters())
+    expected = dict(adapted.merge_and_unload(safe_merge=True).named_parameters())
     assert list(merged) == list(expected)
     assert all(torch.equal(merged[name], expected[name]) for name in expected)
+    assert not torch.equal(merged[f"{UP}.weight"], before[f"base_model.model.{UP}.base_layer.weight"])
 
 
 def test_the_trained_copy_of_a_linear_layer_takes_its_name():
@@ -139,18 +134,13 @@ def test_an_adapter_is_merged_into_what_the_codes_of_a_packed_base_stand_for():
     assert weights["model.layers.1.mlp.up_proj.weight"].dtype == torch.float32  # plain: merged in its own dtype
     torch.testing.assert_close(weights[f"{UP}.weight"].float(), expected, atol=1e-1, rtol=1e-2)
     assert torch.equal(dict(base_weights(network))[f"{UP}.weight"], held)
-
-
-def test_a_packed_layer_without_an_adapter_is_multiplied_out_or_left_empty():
-    network = build_network()
-    plain = dict(network.named_parameters())
-    held = packed(network, DOWN)
+    plain = packed(network, DOWN)  # a layer without an adapter
     name = f"{DOWN}.weight"
-    assert torch.equal(dict(merged_weights(network))[name], held)
+    assert torch.equal(dict(merged_weights(network))[name], plain)
     assert dict(merged_weights(network, torch.bfloat16))[name].dtype == torch.bfloat16
     empty = dict(base_weights(network, multiply_out=False))
     assert empty[name].numel() == 0
-    assert list(empty) == list(plain)
+    assert list(empty) == list(dict(build_network().named_parameters()))
 
 
 def test_an_adapter_that_does_not_fit_names_the_layers():
@@ -168,15 +158,11 @@ def test_all_linear_adapts_linear_layers_and_leaves_experts_and_routers(kind):
     with_adapter(network, lora, "a model")
     assert {name for name, module in checkpoint_modules(network) if is_adapted(module)} == expected
     assert expected
-
-
-@pytest.mark.parametrize("kind", ["qwen3_moe", "llama4_text"])
-def test_an_adapter_of_experts_is_refused_and_names_what_it_may_adapt(kind):
-    names = ["experts.gate_up_proj", "experts.down_proj"]
+    experts = LoraConfig(
+        r=2, target_modules=["o_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"]
+    )
     with pytest.raises(ConfigError, match=r"experts or routers.*o_proj.*target_modules"):
-        check_fits(
-            outline(BY_TYPE[kind].config()), LoraConfig(r=2, target_modules=["o_proj"], target_parameters=names), "it"
-        )
+        check_fits(outline(BY_TYPE[kind].config()), experts, "it")
 
 
 def test_rows_of_an_embedding_that_are_trained_are_merged_under_the_models_own_name():

@@ -14,7 +14,7 @@ from lit_qrl.network.denoising import (
 )
 from lit_qrl.types import RolloutBatch
 from tests.default_dtype import bf16_default
-from tests.networks import MASK, build_denoiser, build_network
+from tests.networks import MASK, build_denoiser
 
 PROMPTS = [[5, 6, 7, 8, 9], [4], [3, 3, 12]]
 COMPLETIONS = [[4, 5, 1], [6, 7, 8, 9], [1]]
@@ -149,10 +149,6 @@ def test_the_mask_token_is_no_word():
     bias = torch.tensor([1.0, 2.0, 3.0])
     assert without_mask_token(bias, weight, 0).tolist() == [float("-inf"), 2, 3]
     assert bias.tolist() == [1, 2, 3]
-
-
-def test_a_causal_network_is_none():
-    assert not denoises(build_network().config)
 
 
 def test_masks_are_the_sampler_s_while_the_learner_computes_in_bf16():

@@ -6,7 +6,6 @@ from torch import nn
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.network.experts import (
-    ExpertStack,
     activation,
     expert_stacks,
     expert_weights,
@@ -91,15 +90,6 @@ def test_each_token_sums_its_own_experts():
         )
         torch.testing.assert_close(alone[0], out[token])
     assert routed(lambda expert, rows: rows, 5, hidden[:0], chosen[:0], weights[:0]).shape == (0, 3)
-
-
-def test_gradients_flow_into_the_stack():
-    stack = ExpertStack("e", 3, {"up_proj": ("up_proj",), "down_proj": ("down_proj",)}, {"up_proj": (4, 2)})
-    parameter = nn.Parameter(torch.ones(3, 4, 2))
-    (used,) = stack.split("up_proj", parameter)[1]
-    (2 * used).sum().backward()
-    assert parameter.grad is not None
-    assert parameter.grad.flatten(1).sum(dim=1).tolist() == [0.0, 16.0, 0.0]
 
 
 def test_experts_without_a_gate():

@@ -44,13 +44,6 @@ def test_a_quantized_head_gives_the_logits_and_log_probs_of_its_codes():
     torch.testing.assert_close(head.logprobs(hidden, tokens), expected)
 
 
-def test_log_probs_of_a_plain_head():
-    network = build_network()
-    hidden, tokens = torch.randn(2, 5, 32), torch.randint(len(WORDS), (2, 5))
-    expected = torch.distributions.Categorical(logits=network.lm_head(hidden)).log_prob(tokens)
-    torch.testing.assert_close(SamplerHead.of(network).logprobs(hidden, tokens), expected)
-
-
 def test_only_a_head_of_its_own_can_be_quantized():
     check_head(build_network(tie_word_embeddings=False))
     with pytest.raises(ConfigError, match=r"input embedding.*tie_word_embeddings: false.*quantize_head to false"):

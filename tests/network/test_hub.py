@@ -65,31 +65,31 @@ def test_a_hub_that_can_be_reached_is_asked_aloud(connecting, capsys):
     assert "HF_HUB_OFFLINE" not in hub.os.environ
 
 
+UNREACHABLE, SLOW = OSError(101, "Network is unreachable"), TimeoutError("timed out")
+
+
 @pytest.mark.parametrize(
-    "errors, expected",
+    ("endpoint", "answer", "proxy", "expected", "addresses"),
     [
         (
-            [OSError(101, "Network is unreachable"), ConnectionRefusedError(111, "no")],
-            "[Errno 101] Network is unreachable",
+            ENDPOINT,
+            ExceptionGroup("failed", [UNREACHABLE, ConnectionRefusedError(111, "no")]),
+            None,
+            str(UNREACHABLE),
+            1,
         ),
-        ([OSError(101, "Network is unreachable"), TimeoutError("timed out")], None),
+        (ENDPOINT, ExceptionGroup("failed", [UNREACHABLE, SLOW]), None, None, 1),  # one that may be slow
+        (ENDPOINT, UNREACHABLE, "HTTPS_PROXY", None, 0),  # behind which nothing is known
+        (ENDPOINT, UNREACHABLE, "all_proxy", None, 0),
+        ("http://mirror:8080", None, None, None, ("mirror", 8080)),
+        ("http://mirror", None, None, None, ("mirror", 80)),
     ],
 )
-def test_one_address_that_may_be_slow_is_left_to_the_library(connecting, errors, expected):
-    connecting(ExceptionGroup("create_connection failed", errors))
-    assert why_unreachable(ENDPOINT) == expected
-
-
-@pytest.mark.parametrize("name", ["HTTPS_PROXY", "all_proxy"])
-def test_behind_a_proxy_nothing_is_known(connecting, monkeypatch, name):
-    asked = connecting(socket.gaierror(-2, "Name or service not known"))
-    monkeypatch.setenv(name, "http://proxy:3128")
-    assert why_unreachable(ENDPOINT) is None
-    assert asked == []
-
-
-def test_a_port_of_its_own(connecting):
-    asked = connecting(None)
-    assert why_unreachable("http://mirror:8080") is None
-    assert why_unreachable("http://mirror") is None
-    assert asked == [("mirror", 8080), ("mirror", 80)]
+def test_an_address_is_unreachable_where_every_way_to_it_is(
+    endpoint, answer, proxy, expected, addresses, connecting, monkeypatch
+):
+    asked = connecting(answer)
+    if proxy:
+        monkeypatch.setenv(proxy, "http://proxy:3128")
+    assert why_unreachable(endpoint) == expected
+    assert asked == ([addresses] if isinstance(addresses, tuple) else [("hub.invalid", 443)] * addresses)

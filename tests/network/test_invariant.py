@@ -14,11 +14,11 @@ from lit_qrl.network.invariant import (
     PIECE,
     ROWS,
     BatchInvariant,
+    as_entered,
     batch_invariant,
     check_invariant,
     invariant_attention,
     invariant_linear,
-    recomputation,
 )
 
 
@@ -91,10 +91,10 @@ def test_the_mode_replaces_products_and_nothing_stays_behind():
         assert torch.equal(x @ weight.T, torch.cat([x[:7] @ weight.T, F.linear(x[7:], weight)]))
         assert torch.equal(torch.mm(x, weight.T), x.matmul(weight.T))
         assert len(BatchInvariant.entered) == 1
-        again = recomputation()[1]
+        again = as_entered()
     assert not BatchInvariant.entered
     assert isinstance(again, BatchInvariant)
-    assert not isinstance(recomputation()[1], BatchInvariant)
+    assert not isinstance(as_entered(), BatchInvariant)
     with batch_invariant(False):
         assert torch.equal(x @ weight.T, F.linear(x, weight))
 

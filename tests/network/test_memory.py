@@ -41,23 +41,24 @@ def step(model):
     model(input_ids=torch.arange(6)[None], use_cache=False).logits.logsumexp(-1).sum().backward()
 
 
-def test_memory_that_torch_holds_unused_counts_as_free(monkeypatch):
-    # After the first update: 139 GiB in all, 9 free to the driver, 120 reserved by torch, of which 20 hold tensors.
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (9, 139))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 120)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 20)
-    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)
-    assert free_memory(torch.device("cuda")) == 109
-
-
-@pytest.mark.parametrize(("share", "free"), [(0.5, 40), (0.9, 70)])
-def test_a_limit_of_the_process_counts_where_it_leaves_less(monkeypatch, share, free):
-    # 100 in all, 50 free to the driver, 30 reserved by torch, of which 10 hold tensors, 20 another process's.
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (50, 100))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 30)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 10)
+@pytest.mark.parametrize(
+    ("total", "free", "reserved", "allocated", "share", "found"),
+    [
+        # After the first update: 139 GiB in all, 9 free to the driver, 120 reserved by torch, of which 20 hold tensors.
+        (139, 9, 120, 20, 1.0, 109),
+        # 100 in all, 50 free to the driver, 30 reserved by torch, of which 10 hold tensors, 20 another process's.
+        (100, 50, 30, 10, 0.5, 40),
+        (100, 50, 30, 10, 0.9, 70),
+    ],
+)
+def test_what_torch_holds_unused_is_free_up_to_the_limit_of_the_process(
+    total, free, reserved, allocated, share, found, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: allocated)
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: share)
-    assert free_memory(torch.device("cuda")) == free
+    assert free_memory(torch.device("cuda")) == found
 
 
 def test_logits_may_take_what_is_free_but_for_the_reserve_and_the_heads_gradient(monkeypatch):

@@ -34,13 +34,18 @@ def groups(seed=0, prompts=5, size=4, longest=14):
     return batch
 
 
-def both(network, batch):
-    """Log-probs and gradients of the padded and of the packed forward."""
+def policy_of(network):
+    """A policy around a network, without a tokenizer."""
     policy = CausalPolicy.__new__(CausalPolicy)
     torch.nn.Module.__init__(policy)
-    policy.lora, policy._scoring_with_reference = None, False
+    policy.lora, policy._scoring_with_reference, policy.model = None, False, network
     policy.dropout, policy.head_dtype, policy.batch_invariant = False, None, False
-    results = []
+    return policy
+
+
+def both(network, batch):
+    """Log-probs and gradients of the padded and of the packed forward."""
+    policy, results = policy_of(network), []
     for prepare in (lambda model: False, enable_padding_free):
         policy.model = copy.deepcopy(network).train()
         assert prepare(policy.model) == is_padding_free(policy.model)
@@ -52,11 +57,31 @@ def both(network, batch):
     return results
 
 
+def other_prompts():
+    """Rows of one group that share nothing."""
+    batch = groups()
+    batch.group = torch.zeros_like(batch.group)
+    own = batch.prompt_length[0] + batch.prompt_length[4:].sum()
+    assert len(flatten(batch).tokens) == own + (batch.completion_length - 1).sum()
+    return batch
+
+
+def uncounted():
+    """Tokens that do not count and are context all the same."""
+    batch = groups()
+    batch.mask[:, 1] = False
+    batch.mask[3] = False
+    return batch
+
+
 @pytest.mark.parametrize("growth", [1.0, 1.2, 100.0])
-def test_packed_equals_padded(growth, monkeypatch):
+@pytest.mark.parametrize("made", [groups, other_prompts, uncounted, lambda: batch_of([[5]], [[3]])])
+def test_packed_equals_padded(made, growth, monkeypatch):
     monkeypatch.setattr(padding_free, "BUCKET_GROWTH", growth)
     monkeypatch.setattr(padding_free, "BUCKET_TOKENS", 0)
-    (padded, padded_grads), (packed, packed_grads) = both(build_network(), groups())
+    batch = made()
+    (padded, padded_grads), (packed, packed_grads) = both(build_network(), batch)
+    assert (packed.logprobs[~batch.mask] == 0).all()
     for left, right in zip(padded, packed, strict=True):
         torch.testing.assert_close(left, right, atol=1e-5, rtol=1e-5)
     for left, right in zip(padded_grads, packed_grads, strict=True):
@@ -93,6 +118,13 @@ def test_the_flat_row_holds_every_prompt_once_and_no_padding():
     assert torch.equal(packed.positions[: int(batch.prompt_length[0])], torch.arange(int(batch.prompt_length[0])))
 
 
+def test_a_layout_moves_whole():
+    flat = flatten(groups())
+    moved = flat.to(torch.device("meta"))
+    assert moved.tokens.device.type == moved.buckets[0].device.type == moved.scored[1].device.type == "meta"
+    assert moved.attention is None
+
+
 def test_the_host_lays_out_without_threads():
     """Operations of torch on so few numbers wait for its threads, on a busy host for up to 150 ms a pass."""
     batch, called = groups(), []
@@ -105,29 +137,6 @@ def test_the_host_lays_out_without_threads():
     with Called():
         flatten(batch)
     assert not [name for name in called if any(one in name for one in ("index", "nonzero", "sort", "where", "add"))]
-
-
-def test_rows_of_one_group_with_other_prompts_share_nothing():
-    batch = groups()
-    batch.group = torch.zeros_like(batch.group)
-    own = batch.prompt_length[0] + batch.prompt_length[4:].sum()
-    assert len(flatten(batch).tokens) == own + (batch.completion_length - 1).sum()
-    (padded, _), (packed, _) = both(build_network(), batch)
-    torch.testing.assert_close(padded.logprobs, packed.logprobs, atol=1e-5, rtol=1e-5)
-
-
-def test_a_token_that_does_not_count_is_still_context():
-    batch = groups()
-    batch.mask[:, 1] = False
-    batch.mask[3] = False
-    (padded, _), (packed, _) = both(build_network(), batch)
-    assert (packed.logprobs[~batch.mask] == 0).all()
-    torch.testing.assert_close(padded.logprobs, packed.logprobs, atol=1e-5, rtol=1e-5)
-
-
-def test_one_row_and_one_token():
-    (padded, _), (packed, _) = both(build_network(), batch_of([[5]], [[3]]))
-    torch.testing.assert_close(padded.logprobs, packed.logprobs, atol=1e-6, rtol=0)
 
 
 def test_gradient_checkpointing_recomputes_the_packed_attention():
@@ -145,7 +154,7 @@ def test_gradient_checkpointing_recomputes_the_packed_attention():
 
 
 def test_without_a_layout_the_model_computes_as_before():
-    network = build_network()
+    network = build_network(LlamaConfig, attention_dropout=0.1)  # which is off
     tokens = torch.tensor([[0, 0, 5, 6, 7], [4, 5, 6, 7, 8]])
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
     with torch.no_grad():
@@ -200,10 +209,6 @@ def test_packed_equals_padded_on_a_gpu(dtype):
     (padded, _), (packed, _) = both(network, groups().to("cuda"))
     tolerance = 1e-4 if dtype == torch.float32 else 0.3
     torch.testing.assert_close(padded.logprobs, packed.logprobs, atol=tolerance, rtol=tolerance)
-
-
-def test_attention_whose_dropout_is_off_is_plain():
-    assert enable_padding_free(build_network(LlamaConfig, attention_dropout=0.1))
 
 
 def test_values_are_spread_over_the_scored_positions_or_kept():

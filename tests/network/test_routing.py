@@ -9,7 +9,8 @@ from transformers import DeepseekV2Config, PhimoeConfig
 from lit_qrl.errors import ConfigError
 from lit_qrl.network.expert_list import ExpertList
 from lit_qrl.network.experts import expert_stacks
-from lit_qrl.network.routing import Routing, check_routers, computed_again, differing, routers
+from lit_qrl.network.hidden import recomputation
+from lit_qrl.network.routing import Routing, check_routers, differing, routers
 from lit_qrl.network.structure import outline
 from tests.families.configs import BY_TYPE, random_network
 from tests.networks import WORDS, build_network
@@ -103,7 +104,7 @@ def test_gradients_are_those_of_all_experts_masked_by_the_routes():
     assert all(bool(got[f"model.layers.{layer}.mlp.gate.weight"].any()) for layer in range(LAYERS))
 
 
-@pytest.mark.parametrize("context", [computed_again, None])
+@pytest.mark.parametrize("context", [recomputation, None])
 def test_a_checkpointed_layer_takes_the_same_experts_when_it_is_computed_again(context):
     network, routes = build_mixture(), random_routes(TOKENS.numel())
     with Routing(network, routes):

@@ -46,11 +46,16 @@ def test_the_tables_name_what_is_in_the_families(config_class):
     assert config_class.model_type in PLAIN_ATTENTION
 
 
-def test_a_sequence_must_have_positions():
-    config = network().config
-    check_positions(config, config.max_position_embeddings - 1, 1, "")
-    with pytest.raises(ConfigError, match=r"longest sequence.*at most \d+ positions.*Lower it"):
-        check_positions(config, config.max_position_embeddings, 1, "Lower it.")
+def test_what_a_model_has_no_positions_or_embeddings_for_is_refused():
+    config = LlamaConfig(vocab_size=32, max_position_embeddings=64)
+    check_positions(config, 63, 1, "")
+    with pytest.raises(ConfigError, match=r"longest sequence.*at most 64 positions.*Lower it"):
+        check_positions(config, 64, 1, "Lower it.")
+    check_tokens(config, [[0, 31], [5]])
+    for prompts, given in (([[0], [3, 32, 40]], 32), ([[0], [-1]], -1)):
+        said = rf"^Prompt 1 holds .* 0 to 31.*Given: {given}\..*model\.policy\.tokenizer"
+        with pytest.raises(ConfigError, match=said):
+            check_tokens(config, prompts)
 
 
 def test_an_outline_takes_no_memory_and_has_the_models_names():
@@ -80,13 +85,3 @@ def test_layers_that_carry_a_state_are_named():
 def test_layers_may_differ_in_their_heads():
     assert cached_numbers(BY_TYPE["gemma4_text"].config()) == 2 * 2 * 32 + 2 * 2 * 64
     assert cached_numbers(BY_TYPE["deepseek_v3"].config()) == 2 * 4 * (32 + 16 + 32)  # latent attention, multiplied out
-
-
-def test_a_token_outside_the_vocabulary_is_named_with_its_prompt():
-    config = LlamaConfig(vocab_size=32)
-    check_tokens(config, [[0, 31], [5]])
-    for prompts, given in (([[0], [3, 32, 40]], 32), ([[0], [-1]], -1)):
-        with pytest.raises(
-            ConfigError, match=rf"^Prompt 1 holds .* 0 to 31.*Given: {given}\..*model\.policy\.tokenizer"
-        ):
-            check_tokens(config, prompts)

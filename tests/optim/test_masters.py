@@ -146,16 +146,6 @@ def test_the_low_bits_are_what_a_state_without_them_lacks():
     assert again.state[weight]["step"] == 2
 
 
-def test_settings_of_the_groups_reach_the_optimizer_inside():
-    weights = named_weights()
-    over = MasterWeights(weights, adamw)
-    before = over.master(weights[0][1])
-    over.param_groups[0]["lr"] = 0.0
-    train(over, 2)
-    assert torch.equal(over.master(weights[0][1]), before)
-    assert over.inner.param_groups[0]["lr"] == 0.0
-
-
 def test_weights_of_32_bits_are_stepped_on_in_place_and_once():
     low, whole = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)), nn.Parameter(torch.zeros(3))
     over = MasterWeights([("a", low), ("b", whole)], lambda n: torch.optim.SGD(n, lr=1.0), bucket_elements=1)

@@ -14,7 +14,7 @@ from lit_qrl.precision.base import check_shapes, network_of
 from lit_qrl.precision.layers.low_bit import StepClock
 from lit_qrl.precision.qat import AlignedLinear
 from lit_qrl.precision.source import PublishingPrecision, unchanged
-from tests.precision.toy import LINEARS, Module, Policy, network
+from tests.precision.toy import LINEARS, Module, Policy, configured, network
 
 
 def aligned(linear, format):
@@ -40,14 +40,6 @@ def test_the_weight_is_quantized_once_per_version(monkeypatch):
     assert len(calls) == 3
 
 
-def test_compiled_layers_are_not_replaced():
-    module = Module(Policy())
-    module.policy.configure()
-    module.policy.compiles = True
-    with pytest.raises(ConfigError, match=r"Layers of QATAligned are not compiled.*compile: true"):
-        QATAligned("fp8_row").check_policy(module.policy)
-
-
 def test_a_validation_pass_first_does_not_poison_training():
     layer = aligned(nn.Linear(64, 32), formats.get("fp8_row"))
     x = torch.randn(2, 64)
@@ -57,34 +49,24 @@ def test_a_validation_pass_first_does_not_poison_training():
     assert torch.equal(layer(x), first)
 
 
-def test_only_the_policy_is_converted():
-    module = Module(Policy())
-    module.policy.configure()
+def test_what_cannot_be_converted_is_refused_and_what_is_no_policy_is_left():
+    module = configured()
     module.critic = nn.Linear(64, 64)
-    QATAligned("fp8_row").convert_module(module)
-    assert type(module.critic) is nn.Linear
-
-
-def test_layers_that_do_not_fit_are_named():
-    module = Module(Policy())
-    module.policy.configure()
     with pytest.raises(ConfigError, match=r"do not fit int4_group: model\.layers\.0\.self_attn\.q_proj \(64, 64\)"):
         QATAligned("int4_group").convert_module(module)
     with pytest.raises(ConfigError, match="No linear layer"):
         QATAligned("int4_group", exclude=["*_proj"]).convert_module(module)
-
-
-def test_an_adapter_is_refused():
-    module = Module(Policy(lora=LoraConfig(r=2, target_modules=["q_proj"])))
-    module.policy.configure()
     with pytest.raises(ConfigError, match=r"adapter.*NVFP4LoRA"):
-        QATAligned("fp8_row").convert_module(module)
+        QATAligned("fp8_row").convert_module(configured(lora=LoraConfig(r=2, target_modules=["q_proj"])))
+    QATAligned("fp8_row").convert_module(module)
+    assert type(module.critic) is nn.Linear
+    module.policy.compiles = True
+    with pytest.raises(ConfigError, match=r"Layers of QATAligned are not compiled.*compile: true"):
+        QATAligned("fp8_row").check_policy(module.policy)
 
 
 def test_a_weight_that_became_nan_is_named():
-    module = Module(Policy())
-    module.policy.configure()
-    QATAligned("fp8_tensor").convert_module(module)
+    module = configured(QATAligned("fp8_tensor"))
     with torch.no_grad():
         module.policy.network.get_submodule(LINEARS[1]).weight[0, 0] = float("nan")
     with pytest.raises(ValueError, match=rf"{LINEARS[1]}\.weight: .*NaN"):
@@ -92,9 +74,8 @@ def test_a_weight_that_became_nan_is_named():
 
 
 def test_a_weight_that_became_nan_is_named_before_a_step_or_publish_where_the_host_runs_ahead(monkeypatch):
-    module, plugin = Module(Policy()), QATAligned("fp8_row")
-    module.policy.configure()
-    plugin.convert_module(module)
+    plugin = QATAligned("fp8_row")
+    module = configured(plugin)
     steps = []
     monkeypatch.setattr(PublishingPrecision, "optimizer_step", lambda self, *args, **options: steps.append(1))
     monkeypatch.setattr(numerics, "runs_ahead", lambda tensor: True)
@@ -129,9 +110,7 @@ def test_moving_or_copying_a_layer_drops_what_was_derived():
 
 
 def test_siblings_share_one_scale_and_follow_each_other_s_updates():
-    module = Module(Policy())
-    module.policy.configure()
-    QATAligned("fp8_tensor").convert_module(module)
+    module = configured(QATAligned("fp8_tensor"))
     q, k, v = (module.policy.network.get_submodule(f"model.layers.0.self_attn.{part}_proj") for part in "qkv")
     largest = max(float(layer.weight.detach().abs().max()) for layer in (q, k, v))
     for layer in (q, k, v):
@@ -139,18 +118,6 @@ def test_siblings_share_one_scale_and_follow_each_other_s_updates():
     with torch.no_grad():
         v.weight[0, 0] = 4 * largest
     assert float(q.quantized().scales.float().max()) == pytest.approx(4 * largest / 448)
-
-
-def test_what_a_plugin_exports_without_a_change_is_the_codes_of_the_forward_pass():
-    module = Module(Policy())
-    module.policy.configure()
-    plugin = QATAligned("fp8_row")
-    plugin.convert_module(module)
-    layer, source = module.policy.network.get_submodule(LINEARS[0]), plugin.source(module.policy, plugin.format)
-    codes = dict(source.whole(unchanged, None))[f"{LINEARS[0]}.weight"]
-    assert codes.data_ptr() == layer.quantized().codes.data_ptr()
-    scales = dict(source.whole(lambda name, tensor: 2 * tensor, None))[f"{LINEARS[0]}.weight_scale"]
-    torch.testing.assert_close(scales, 2 * layer.quantized().scales)
 
 
 def test_the_network_is_found_under_module_and_adapter():

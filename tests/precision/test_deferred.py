@@ -8,11 +8,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from lit_qrl.network.linears import fused_groups
+from lit_qrl.policy import CausalPolicy
 from lit_qrl.precision import NVFP4LoRA, QATAligned
-from lit_qrl.precision.deferred import DeferredWeights, deferred_folder, deferred_weights, weights_are_deferred
-from lit_qrl.precision.packed_lora import PackedLinear
+from lit_qrl.precision.deferred import DeferredWeights, deferred_folder, deferred_weights
 from tests.families.configs import BY_TYPE, random_network
-from tests.tiny_run import fit, model_folder
+from tests.tiny_run import model_folder
 
 SIZES = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 1}
@@ -27,7 +28,7 @@ def memory(network):
     return sum({p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in network.parameters()}.values())
 
 
-def test_nothing_is_drawn_until_it_is_asked_for():
+def test_nothing_is_drawn_until_it_is_asked_for_and_what_was_stays():
     weights = deferred()
     count = len(list(weights.network.parameters()))
     assert memory(weights.network) == 4 * count
@@ -35,6 +36,10 @@ def test_nothing_is_drawn_until_it_is_asked_for():
     weights.fill(layer)
     assert memory(weights.network) == 4 * (count - 1) + layer.weight.nbytes
     assert layer.weight.std().item() == pytest.approx(0.02, rel=0.1)
+    before = layer.weight.detach().clone()
+    weights.fill(layer)
+    weights.fill_all()
+    assert torch.equal(layer.weight, before)
 
 
 def test_a_filled_model_is_one_that_was_built_at_once():
@@ -53,16 +58,6 @@ def test_a_filled_model_is_one_that_was_built_at_once():
     tokens = torch.tensor([[1, 2, 3]])
     weights.network.load_state_dict(plain.state_dict())
     assert torch.equal(weights.network(tokens).logits, plain(tokens).logits)
-
-
-def test_what_was_filled_stays():
-    weights = deferred()
-    layer = weights.network.model.layers[1].self_attn.q_proj
-    weights.fill(layer)
-    before = layer.weight.detach().clone()
-    weights.fill(layer)
-    weights.fill_all()
-    assert torch.equal(layer.weight, before)
 
 
 @pytest.mark.parametrize("first", ["embedding", "head"])
@@ -100,50 +95,8 @@ def test_experts_that_a_plugin_swapped_before_they_were_drawn_are_the_familys():
     assert 0.005 < drawn[True]["model.layers.0.mlp.experts.gate_up_proj"].std() < 0.05
 
 
-def test_the_context_ends():
-    def fails():
-        with deferred_weights():
-            assert weights_are_deferred()
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fails()
-    assert not weights_are_deferred()
-
-
-def one_by_one(monkeypatch):
-    """Watch how many plain weights exist while a base is packed."""
-    most, original = [], NVFP4LoRA._pack
-
-    def pack(self, network, name, linear, shared):
-        whole = [m for m in network.modules() if type(m) is nn.Linear and m.weight.untyped_storage().nbytes() > 4]
-        most.append(sum(m is not linear and not m.weight.requires_grad for m in whole))
-        original(self, network, name, linear, shared)
-
-    monkeypatch.setattr(NVFP4LoRA, "_pack", pack)
-    return most
-
-
-def test_random_weights_are_packed_layer_by_layer(tmp_path, monkeypatch):
-    most = one_by_one(monkeypatch)
-    lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
-    _, module, _ = fit(
-        tmp_path,
-        format="auto",
-        policy={"lora": lora, "random_weights": True},
-        trainer={"plugins": [NVFP4LoRA()], "max_epochs": 1},
-    )
-    assert module.policy.deferred is None
-    packed = [part for part in module.policy.network.modules() if isinstance(part, PackedLinear)]
-    assert len(packed) == len(most) == 14
-    assert max(most) <= 2  # q beside k and v, which share its scale
-    assert all(bool(torch.isfinite(p).all()) for p in module.policy.parameters())
-
-
 @pytest.mark.parametrize("changes", [{"use_dora": True}, {"modules_to_save": ["norm"]}, {"init_lora_weights": "pissa"}])
 def test_adapters_that_look_at_the_base_get_one(tmp_path, changes):
-    from lit_qrl.policy import CausalPolicy
-
     lora = LoraConfig(r=4, target_modules=["q_proj"], **changes)
     policy = CausalPolicy(model_folder(tmp_path), lora=copy.deepcopy(lora), random_weights=True)
     with deferred_weights():
@@ -202,47 +155,44 @@ def full_precision_bytes(network):
     return sum(w.untyped_storage().nbytes() for w in held if w.untyped_storage().nbytes() > 4)
 
 
-def test_a_plain_folder_is_packed_layer_by_layer_into_the_codes_of_one_read_at_once(tmp_path, monkeypatch):
-    from lit_qrl.policy import CausalPolicy
-    from lit_qrl.precision import packed_lora as lora4bit
+@pytest.mark.parametrize("random", [False, True])
+def test_a_base_is_packed_layer_by_layer(random, tmp_path, monkeypatch):
+    """Of a folder into the codes of one that was read at once; of weights that are drawn, into finite ones."""
+    folder, most, original = model_folder(tmp_path), [], NVFP4LoRA._place
 
-    folder = model_folder(tmp_path)
-    most, original = [], NVFP4LoRA._pack
-
-    def pack(self, network, name, linear, shared):
+    def place(self, network, name, linear, codes):
         most.append(full_precision_bytes(network))
-        original(self, network, name, linear, shared)
+        original(self, network, name, linear, codes)
 
-    codes = []
-    for deferred in (True, False):
+    made = []
+    for at_once in (False, True):
         lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
-        policy, plugin = CausalPolicy(folder, lora=lora), NVFP4LoRA()
+        policy, plugin = CausalPolicy(folder, lora=lora, random_weights=random), NVFP4LoRA()
         torch.manual_seed(0)
-        if deferred:
-            monkeypatch.setattr(NVFP4LoRA, "_pack", pack)
+        if at_once:
+            monkeypatch.undo()
+            policy.configure()
+            whole = full_precision_bytes(policy.network)
+        else:
+            monkeypatch.setattr(NVFP4LoRA, "_place", place)
             with plugin.module_init_context():
                 policy.configure()
             assert policy.deferred is not None
             assert full_precision_bytes(policy.network) == 0
-        else:
-            monkeypatch.undo()
-            policy.configure()
-            whole = full_precision_bytes(policy.network)
         plugin.configure_policy(policy)
-        codes.append({name: layer.weight for name, layer in plugin.packed(policy).items()})
+        assert policy.deferred is None
         rest = {name: p for name, p in policy.network.named_parameters() if "lora_" not in name}
-        codes[-1]["rest"] = rest
-    first, second = codes
+        made.append(({name: layer.weight for name, layer in plugin.packed(policy).items()}, rest))
+    (first, rest), (second, others) = made
     assert first.keys() == second.keys()
-    for name, q in first.items():
-        if name == "rest":
-            assert all(torch.equal(p, second["rest"][key]) for key, p in q.items())
-        else:
-            assert torch.equal(q.codes, second[name].codes)
-            assert torch.equal(q.scales.float(), second[name].scales.float())
-    shapes = {name: q.shape for name, q in first.items() if name != "rest"}
-    group = max(
-        sum(4 * shapes[name][0] * shapes[name][1] for name in names) for names in lora4bit.fused_groups(shapes).values()
-    )
+    assert len(first) == len(most) == 14
+    if random:
+        assert all(bool(torch.isfinite(p).all()) for p in policy.parameters())
+    else:
+        assert all(torch.equal(p, others[key]) for key, p in rest.items())
+        assert all(torch.equal(q.codes, second[name].codes) for name, q in first.items())
+        assert all(torch.equal(q.scales.float(), second[name].scales.float()) for name, q in first.items())
+    groups = fused_groups(first).values()
+    group = max(sum(4 * first[name].shape[0] * first[name].shape[1] for name in names) for names in groups)
     assert max(most) == group  # one fused group, of the whole base
     assert group < whole / 4

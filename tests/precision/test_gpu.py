@@ -12,17 +12,17 @@ from torch import nn
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats import MXFP4, NF4, NVFP4, FP8Block, FP8Row, FP8Tensor, Int4Group, Int8Channel
 from lit_qrl.formats.base import QuantizedWeight
-from lit_qrl.formats.kernels import activations as acts
 from lit_qrl.formats.kernels import dispatch
 from lit_qrl.network.quantized_linear import QuantizedLinear
 from lit_qrl.precision import NVFP4LoRA, PackedLoRA, QATAligned, UnifiedFP8
 from lit_qrl.precision.layers import block_fp8
 from lit_qrl.precision.layers.low_bit import StepClock
+from lit_qrl.precision.layers.packed_linear import moved
 from lit_qrl.precision.packed_lora import PackedLinear
 from lit_qrl.precision.source import unchanged
 from lit_qrl.precision.unified_fp8 import UnifiedLinear
 from tests.formats.oracle import bits, weights
-from tests.precision.toy import LINEARS, Module, Policy
+from tests.precision.toy import LINEARS, Module, Policy, configured
 
 pytestmark = pytest.mark.gpu
 
@@ -33,11 +33,6 @@ NATIVE = [FP8Tensor(), FP8Tensor("token"), FP8Row(), FP8Block(), Int8Channel()]
 STEP, PROMOTED, KEPT_BITS = 32, 128, 13
 # What remains of the errors of a row or column of outputs: random signs, so far below the sum of their bounds.
 RELATIVE_NORM = 2.0**-7
-
-
-def moved(q, device):
-    parts = [None if part is None else part.to(device) for part in (q.codes, q.scales, q.global_scale)]
-    return QuantizedWeight(parts[0], parts[1], parts[2], q.format, q.shape)
 
 
 def ulps_apart(a, b):
@@ -155,51 +150,6 @@ def test_fused_weight_quantizers_are_the_plain_operations(case, dtype, monkeypat
         assert torch.equal(bits(one_pass.codes), bits(plain.codes))
         for kind, expected in values.items():
             assert torch.equal(format.dequantize(one_pass, kind), expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("case", list(weights(torch.float32)))
-def test_fused_dequantizers_are_the_plain_operations(case, dtype, monkeypatch):
-    weight = weights(dtype)[case].to(DEVICE)
-    for format in (NVFP4(), MXFP4(), NF4()):
-        q = format.quantize(weight)
-        for kind in (torch.float32, torch.bfloat16):
-            with monkeypatch.context() as patch:
-                patch.setattr(dispatch, "available", lambda x, kernel: False)
-                expected = format.dequantize(q, kind)
-            made = format.dequantize(q, kind)
-            assert torch.equal(bits(made), bits(expected)), (format.name, kind)
-
-
-@pytest.mark.parametrize("tile", [1024, 4096, 8192, 16384])
-@pytest.mark.parametrize("warps", [2, 4, 8])
-def test_every_tile_of_the_int4_quantizer_gives_the_same(tile, warps):
-    from lit_qrl.formats.kernels import values_triton
-
-    weight = torch.randn(320, 1024, device=DEVICE, dtype=torch.bfloat16) * 0.02
-    expected = Int4Group().quantize(weight)
-    codes, scales = values_triton.int4_groups(weight, 128, tile, warps)
-    assert torch.equal(codes, expected.codes)
-    assert torch.equal(scales, expected.scales)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("tokens", [1, 100, 128, 1000])
-def test_fused_activation_quantizers_are_the_plain_operations(tokens, dtype):
-    torch.manual_seed(0)
-    x = (torch.randn(tokens, 768) * torch.rand(tokens, 1) * 10).to(dtype)
-    x[0] = 0
-    along, across = dispatch.e4m3_tiles(x.to(DEVICE), rows=True, columns=True)
-    expected_along, expected_across = dispatch.e4m3_tiles(x, rows=True, columns=True)
-    token = dispatch.e4m3_tokens(x.to(DEVICE))
-    for made, expected in [
-        (along, expected_along),
-        (across, expected_across),
-        (token, (acts.e4m3_codes(x, acts.dynamic_scale(x, -1, 448.0)), None)),
-    ]:
-        assert torch.equal(bits(made[0].cpu()), bits(expected[0]))
-        if expected[1] is not None:
-            assert torch.equal(made[1].cpu(), expected[1])
 
 
 def test_fused_quantizers_show_what_is_not_finite():
@@ -322,8 +272,7 @@ def test_a_packed_policy_trains_on_the_device():
 
 def test_the_unified_plugin_picks_a_backend_that_runs():
     plugin = UnifiedFP8("auto", exclude=["*self_attn*"])
-    module = Module(Policy(dtype=torch.bfloat16))
-    module.policy.configure()
+    module = configured(dtype=torch.bfloat16)
     from lit_qrl.errors import ConfigError
 
     with pytest.raises(ConfigError, match=r"do not fit the FP8 GEMM.*\(128, 64\)"):

@@ -9,7 +9,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from lit_qrl.formats import FP8Block
-from lit_qrl.formats.kernels import dispatch, tiles_triton
+from lit_qrl.formats.kernels import dispatch
 from lit_qrl.precision import QATAligned, UnifiedFP8
 from lit_qrl.precision.layers.one_pass import OnePassGatedMLP, OnePassRMSNorm
 from tests.formats.oracle import bits
@@ -26,17 +26,6 @@ def same(made, expected):
 
 def kept(y):
     return getattr(y, "_lit_qrl_tiles")  # noqa: B009
-
-
-@pytest.mark.parametrize("rows", [1, 100, 128, 1000])
-@pytest.mark.parametrize(("warps", "registers"), [(4, 255), (8, 80), (8, 128), (16, 64)])
-def test_tiles_are_those_of_the_plain_operations(rows, warps, registers):
-    torch.manual_seed(0)
-    x = (torch.randn(rows, 640) * torch.rand(rows, 1) * 10).bfloat16()
-    x[0] = 0
-    _, along, across = tiles_triton.tiles(x.to(DEVICE), True, True, warps=warps, registers=registers)
-    for made, expected in zip((along, across), dispatch.e4m3_tiles(x, True, True), strict=True):
-        same([part.cpu() for part in made], expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

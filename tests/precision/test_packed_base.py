@@ -47,16 +47,23 @@ def configured(folder, format, plugin=None, **policy):
     return made, packer
 
 
+def same_base(from_codes, packer, on_load, other):
+    """Whether a policy of a folder's codes and one that was packed on load hold the same ones; the layers' names."""
+    layers, others = packer.packed(from_codes), other.packed(on_load)
+    assert layers.keys() == others.keys()
+    for layer, packed in layers.items():
+        expected = others[layer].weight
+        assert torch.equal(packed.weight.codes, expected.codes), layer
+        assert torch.equal(packed.weight.scales.float(), expected.scales.float()), layer
+    return list(layers)
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_folder_gives_the_base_that_packing_on_load_gives(name, tmp_path):
     folder, format = quantized(tmp_path, name)
     from_codes, packer = configured(folder, format)
     on_load, other = configured(str(tmp_path / "model"), format)
-    assert packer.packed(from_codes).keys() == other.packed(on_load).keys()
-    for layer, packed in packer.packed(from_codes).items():
-        expected = other.packed(on_load)[layer].weight
-        assert torch.equal(packed.weight.codes, expected.codes), layer
-        assert torch.equal(packed.weight.scales.float(), expected.scales.float()), layer
+    assert same_base(from_codes, packer, on_load, other)
     # A folder of NVFP4 or MXFP4 keeps its other tensors in bf16.
     plain = 0.05 if name in ("nvfp4", "mxfp4") else 0.0
     torch.testing.assert_close(
@@ -67,13 +74,26 @@ def test_the_folder_gives_the_base_that_packing_on_load_gives(name, tmp_path):
     assert all("lora_" in name for name in trained)
 
 
-def test_a_folder_whose_names_are_those_of_the_hub(tmp_path):
-    format = formats.get("int4_group")
-    source = family_folder(BY_TYPE["gpt_neox"], tmp_path / "model")
-    quantize_checkpoint(Path(source), tmp_path / "out", format)
-    from_codes, packer = configured(str(tmp_path / "out"), format)
-    on_load, _ = configured(source, format)
-    assert len(packer.packed(from_codes)) == 8
+@pytest.mark.parametrize(
+    ("kind", "name", "exclude", "count"),
+    [
+        ("gpt_neox", "int4_group", (), 8),  # whose names are those of the hub
+        ("qwen3_moe", "nvfp4", (), 8 + 2 * 4 * 3),
+        ("qwen3_moe", "nvfp4", ("*.experts",), 8),
+        ("mixtral", "nvfp4", (), 8 + 2 * 4 * 3),
+        ("mixtral", "nvfp4", ("*.experts",), 8),
+        ("llama", "int4_group", ("*.down_proj",), 12),  # checkpoint names, under an adapter too
+    ],
+)
+def test_so_does_a_folder_of_another_family(kind, name, exclude, count, tmp_path):
+    format, plain = formats.get(name), family_folder(BY_TYPE[kind], tmp_path / "model")
+    quantize_checkpoint(Path(plain), tmp_path / "out", format, exclude=exclude, dtype=torch.bfloat16)
+    targets = {} if kind == "gpt_neox" else {"target_modules": ["q_proj", "v_proj"]}
+    (from_codes, packer), (on_load, other) = (
+        configured(str(folder), format, NVFP4LoRA(format, exclude=exclude), lora=lora(**targets), dtype="bf16")
+        for folder in (tmp_path / "out", plain)
+    )
+    assert len(same_base(from_codes, packer, on_load, other)) == count
     assert torch.equal(from_codes(BATCH).logprobs, on_load(BATCH).logprobs)
 
 
@@ -120,12 +140,6 @@ def test_a_run_starts_from_the_folder_and_resumes(name, apart, tmp_path):
     assert not hasattr(module.policy.network.config, "quantization_config")
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_a_format_is_recognised_by_its_own_config(name):
-    format = formats.get(name, **FORMATS[name])
-    assert packed_format(format.quantization_config()) == format
-
-
 def test_what_no_base_is_held_in_is_not_taken_for_one():
     assert packed_format(formats.get("int4_group", activations="fp8").quantization_config()) is None
     fixed = formats.get("fp8_tensor").quantization_config()
@@ -143,26 +157,20 @@ def test_what_no_base_is_held_in_is_not_taken_for_one():
 # ----------------------------------------------------------------------------------------------------------- bad input
 
 
-def test_another_format_or_an_exclude_that_the_folder_does_not_share(tmp_path):
-    folder, format = quantized(tmp_path)
-    with pytest.raises(ConfigError, match=r"holds its weights in nvfp4\. .*NVFP4LoRA: nvfp4\. Given: mxfp4\."):
-        configured(folder, format, NVFP4LoRA("mxfp4"))
-    with pytest.raises(ConfigError, match=r"NVFP4LoRA leaves out .*down_proj"):
-        configured(folder, format, NVFP4LoRA("nvfp4", exclude=["*.down_proj"]))
-
-
-def test_errors_name_the_plugin_that_is_configured(tmp_path):
-    folder, format = quantized(tmp_path, "fp8_row")
-    with pytest.raises(ConfigError, match=r"the same format in PackedLoRA: fp8_row\. Given: int8_channel\."):
-        configured(folder, format, PackedLoRA("int8_channel"))
-    with pytest.raises(ConfigError, match=r"PackedLoRA leaves out .*down_proj"):
-        configured(folder, format, PackedLoRA("fp8_row", exclude=["*.down_proj"]))
-    policy = SimpleNamespace(source="folder", packed_format=formats.get("fp8_row"))
-    with pytest.raises(ConfigError, match=r"with PackedLoRA\(format=fp8_row\).*Given: QATAligned\."):
+@pytest.mark.parametrize(
+    ("plugin", "name", "other"), [(NVFP4LoRA, "nvfp4", "mxfp4"), (PackedLoRA, "fp8_row", "int8_channel")]
+)
+def test_another_format_or_an_exclude_that_the_folder_does_not_share(plugin, name, other, tmp_path):
+    folder, format = quantized(tmp_path, name)
+    said = rf"holds its weights in {name}\. .*the same format in {plugin.__name__}: {name}\. Given: {other}\."
+    with pytest.raises(ConfigError, match=said):
+        configured(folder, format, plugin(other))
+    with pytest.raises(ConfigError, match=rf"{plugin.__name__} leaves out .*down_proj"):
+        configured(folder, format, plugin(name, exclude=["*.down_proj"]))
+    policy = SimpleNamespace(source="folder", packed_format=format)
+    said = rf"with {plugin.__name__}\(format={name}\).*Given: QATAligned\."
+    with pytest.raises(ConfigError, match=said):
         check_plugin(QATAligned("fp8_row"), policy, torch.device("cpu"))
-    policy.packed_format = formats.get("nvfp4")
-    with pytest.raises(ConfigError, match=r"with NVFP4LoRA\(format=nvfp4\)"):
-        check_plugin(None, policy, torch.device("cpu"))
 
 
 def test_how_inputs_are_scaled_is_the_plugin_s_to_say(tmp_path):
@@ -225,43 +233,12 @@ def test_codes_need_the_plugin_and_an_adapter_that_does_not_need_them(tmp_path):
     for options in ({"use_dora": True}, {"init_lora_weights": "pissa"}):
         with pytest.raises(ConfigError, match="starts from the base's weights"):
             CausalPolicy(folder, lora=lora(**options))
-
-
-def test_activations_under_weights_of_4_bits_are_refused_by_name(tmp_path):
-    folder, _ = quantized(tmp_path)
     config_file = tmp_path / "nvfp4" / "config.json"
     config = json.loads(config_file.read_text())
     config["quantization_config"] = formats.get("int4_group", activations="fp8").quantization_config()
     config_file.write_text(json.dumps(config))
     with pytest.raises(ConfigError, match="no adapter can be trained over"):
         CausalPolicy(folder, lora=lora())
-
-
-def test_exclude_means_checkpoint_names_under_an_adapter_too(tmp_path):
-    policy, packer = configured(
-        model_folder(tmp_path / "model"), formats.get("nvfp4"), NVFP4LoRA(exclude=["*.down_proj"])
-    )
-    assert len(packer.packed(policy)) == 12
-
-
-@pytest.mark.parametrize("exclude", [(), ("*.experts",)])
-@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
-def test_a_folder_with_experts_gives_the_base_that_packing_on_load_gives(kind, exclude, tmp_path):
-    format = formats.get("nvfp4")
-    plain = family_folder(BY_TYPE[kind], tmp_path / "model")
-    quantize_checkpoint(Path(plain), tmp_path / "nvfp4", format, exclude=exclude, dtype=torch.bfloat16)
-    attention = lora(target_modules=["q_proj", "v_proj"])
-    made = [
-        configured(str(folder), format, NVFP4LoRA(format, exclude=exclude), lora=attention, dtype="bf16")
-        for folder in (tmp_path / "nvfp4", plain)
-    ]
-    (from_codes, packer), (on_load, other) = made
-    names = packer.packed(from_codes).keys()
-    assert names == other.packed(on_load).keys()
-    assert len([name for name in names if ".experts.3." in name]) == (0 if exclude else 2 * 3)
-    for layer, packed in packer.packed(from_codes).items():
-        assert torch.equal(packed.weight.codes, other.packed(on_load)[layer].weight.codes), layer
-    assert torch.equal(from_codes(BATCH).logprobs, on_load(BATCH).logprobs)
 
 
 def test_a_folder_that_lacks_an_expert_is_named(tmp_path):

@@ -9,13 +9,12 @@ from torch import nn
 from lit_qrl import formats
 from lit_qrl.errors import ConfigError
 from lit_qrl.network.adapters import merged_weights, with_adapter
-from lit_qrl.network.linears import swap_linears
 from lit_qrl.network.names import is_adapted
-from lit_qrl.network.quantized_linear import QuantizedLinear
 from lit_qrl.precision.packed_lora import NVFP4LoRA, PackedLoRA
+from lit_qrl.precision.packed_source import fingerprint_of
 from lit_qrl.precision.source import WeightSource, unchanged
 from tests.families.configs import BY_TYPE, random_network
-from tests.precision.toy import LINEARS, Module, Policy, batches, fit, network, resumed_equals_uninterrupted, trainer
+from tests.precision.toy import LINEARS, Module, Policy, batches, fit, network, trainer
 from tests.stacked_experts import rounded
 
 FORMATS = {"nvfp4": {}, "mxfp4": {}, "nf4": {}, "int4_group": {"group_size": 32}}
@@ -40,10 +39,10 @@ def configured(name="nvfp4", **options):
     return policy, packer
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_the_base_has_no_parameters_gradients_or_optimizer_state(name, tmp_path):
+@pytest.mark.parametrize("name", [*FORMATS, *OF_8_BITS])
+def test_the_base_has_no_parameters_gradients_optimizer_state_or_place_in_the_checkpoint(name, tmp_path):
     module, run = fit(tmp_path, plugin(name), Module(Policy(lora=lora())))
-    layers = run.precision_plugin.packed(module)
+    layers, of_8_bits = run.precision_plugin.packed(module), name in OF_8_BITS
     assert sorted(layers) == sorted(LINEARS)
     assert not any("base_layer.weight" in key for key, _ in module.named_parameters())
     trained = {key for key, parameter in module.named_parameters() if parameter.requires_grad}
@@ -54,39 +53,28 @@ def test_the_base_has_no_parameters_gradients_or_optimizer_state(name, tmp_path)
     assert held == {id(p) for p in module.parameters() if p.requires_grad}
     assert len(optimizer.state) == len(trained)
     for layer in layers.values():
-        assert not layer.codes.is_floating_point()
+        assert layer.kernel == ("format" if of_8_bits else "dequantize")
+        assert layer.codes.element_size() == 1 if of_8_bits else not layer.codes.is_floating_point()
+        assert layer.codes.numel() == layer.shape[0] * layer.shape[1] or not of_8_bits
+        assert not layer._prepared
         assert all(p.grad is None for p in layer.parameters())
-
-
-def test_the_checkpoint_holds_no_base(tmp_path):
-    module, _ = fit(tmp_path, plugin(), Module(Policy(lora=lora())))
     keys = module.state_dict().keys()
     assert any("lora_A" in key for key in keys)
     assert not any(part in key for key in keys for part in ("codes", "scales", "base_layer.weight"))
 
 
-def test_packing_is_idempotent():
-    policy, packer = configured()
+def test_layers_without_an_adapter_are_packed_too_and_packing_is_idempotent():
+    policy, packer = configured(targets=["q_proj", "v_proj"])
     before = packer.packed(policy)
     packer.configure_policy(policy)
     assert packer.packed(policy) == before
-    assert sorted(packer.report.swapped) == sorted(LINEARS)
-
-
-def test_layers_without_an_adapter_are_packed_too():
-    policy, packer = configured(targets=["q_proj", "v_proj"])
-    assert sorted(packer.packed(policy)) == sorted(LINEARS)
+    assert sorted(before) == sorted(packer.report.swapped) == sorted(LINEARS)
     plain = [name for name, module in policy.network.named_modules() if type(module) is nn.Linear]
     assert all("lora_" in name or name == "lm_head" for name in plain)
-
-
-def test_fused_layers_share_their_global_scale():
-    policy, packer = configured("nvfp4")
-    layers = packer.packed(policy)
     original = dict(network().named_parameters())
     amax = max(original[f"model.layers.0.self_attn.{p}_proj.weight"].abs().max() for p in "qkv")
-    scales = {p: layers[f"model.layers.0.self_attn.{p}_proj"].global_scale.item() for p in "qkvo"}
-    assert scales["q"] == scales["k"] == scales["v"] == pytest.approx(448 * 6 / amax.item())
+    scales = {p: before[f"model.layers.0.self_attn.{p}_proj"].global_scale.item() for p in "qkvo"}
+    assert scales["q"] == scales["k"] == scales["v"] == pytest.approx(448 * 6 / amax.item())  # an engine fuses them
     assert scales["o"] != scales["q"]
 
 
@@ -103,6 +91,30 @@ def test_the_shapes_are_of_the_packed_layers_and_in_another_format_of_all():
     _, other = source_of(format=formats.get("fp8_row"))
     assert set(other.shapes()) == set(LINEARS)
     assert (other.aligned, other.packed) == (False, True)
+
+
+def test_fingerprints_tell_bases_apart():
+    packed = [packer.packed(policy) for policy, packer in (configured() for _ in range(3))]
+    packed[2][LINEARS[3]].codes[0, 0] ^= 1
+    same, again, other = map(fingerprint_of, packed)
+    assert same == again != other
+
+
+def test_a_perturbed_norm_is_told_from_the_rest():
+    _, source = source_of()
+    changed = source.changed_norms(lambda name, tensor: 3 * tensor if name == "model.norm.weight" else tensor)
+    assert {name: tensor.tolist() for name, tensor in changed.items()} == {"model.norm.weight": [3.0] * 64}
+
+
+def test_an_8_bit_base_is_scored_as_its_sampler_computes_and_one_of_4_bits_as_it_is():
+    for name, kernel in (("fp8_row", "format"), ("nvfp4", "dequantize")):
+        policy, source = source_of(name)
+        layers = source.plugin.packed(policy).values()
+        for layer in layers:
+            layer.kernel = "dequantize"
+        with source.as_sampled():
+            assert {layer.kernel for layer in layers} == {kernel}
+        assert {layer.kernel for layer in layers} == {"dequantize"}
 
 
 @pytest.mark.parametrize("name", [*FORMATS, "fp8_row", "fp8_tensor"])
@@ -133,42 +145,12 @@ def test_base_and_adapter_agree_with_the_merged_weights(name):
         assert not torch.allclose(policy(tokens), theirs, atol=1e-2)
 
 
-@pytest.mark.parametrize("name", ["nvfp4", *OF_8_BITS])
-def test_an_embedded_sampler_over_the_exported_base_gives_the_same_logits_as_the_learner_without_adapter(name):
-    policy, packer = configured(name)
-    sampler = network(seed=9)
-    swap_linears(sampler, lambda _, linear: QuantizedLinear.from_linear(linear, packer.format))
-    exported = dict(packer.source(policy, packer.format).base(None))
-    plain = {key: t for key, t in exported.items() if key.rsplit(".", 1)[0] not in LINEARS}
-    assert sampler.load_state_dict(plain, strict=False).unexpected_keys == []
-    for layer in LINEARS:
-        part = {k.removeprefix(layer + "."): t for k, t in exported.items() if k.startswith(layer + ".")}
-        sampler.get_submodule(layer).load(part)
-    tokens = torch.arange(12).view(2, 6)
-    with torch.no_grad(), policy.model.disable_adapter():
-        assert torch.equal(policy(tokens), sampler(input_ids=tokens).logits)
-
-
-@pytest.mark.parametrize("name", [*FORMATS, "fp8_row"])
-def test_resume_continues_bit_for_bit(name, tmp_path):
-    make = lambda: Module(Policy(lora=lora()))  # noqa: E731
-    whole, second, losses, joined = resumed_equals_uninterrupted(tmp_path, lambda: plugin(name), make)
-    assert joined == losses
-    assert all(torch.equal(whole[key], second[key]) for key in whole)
-
-
 def test_a_checkpoint_over_another_base_is_refused(tmp_path):
     _, run = fit(tmp_path, plugin(), Module(Policy(lora=lora())))
     run.save_checkpoint(tmp_path / "a.ckpt")
     other = Module(Policy(seed=3, lora=lora()))
     with pytest.raises(ConfigError, match="another base"):
         trainer(tmp_path, plugin(), epochs=2).fit(other, batches(), ckpt_path=tmp_path / "a.ckpt")
-
-
-def test_gradient_checkpointing_changes_nothing(tmp_path):
-    plain, _ = fit(tmp_path, plugin(), Module(Policy(lora=lora())))
-    checkpointed, _ = fit(tmp_path, plugin(), Module(Policy(lora=lora(), checkpointing=True)))
-    assert checkpointed.losses == pytest.approx(plain.losses, rel=1e-6)
 
 
 def test_trained_norms_stay_trainable_and_are_exported(tmp_path):
@@ -181,21 +163,23 @@ def test_trained_norms_stay_trainable_and_are_exported(tmp_path):
     )
 
 
-def test_training_learns(tmp_path):
-    module, _ = fit(tmp_path, plugin(), Module(Policy(lora=lora()), steps_lr=2e-2), epochs=12)
-    assert sum(module.losses[-4:]) < sum(module.losses[:4]) - 0.2
-
-
-def test_a_policy_without_an_adapter_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"nothing else to train.*model\.policy\.lora"):
-        fit(tmp_path, plugin(), Module(Policy()))
-
-
-def test_formats_of_which_no_base_is_held_are_refused():
-    with pytest.raises(ConfigError, match=r"weight-only format.*fp8_row.*Given: bf16"):
-        NVFP4LoRA("bf16")
+def test_what_holds_no_base_is_refused(tmp_path):
+    assert NVFP4LoRA().format == formats.get("nvfp4")
+    with pytest.raises(TypeError, match="format"):
+        PackedLoRA()
+    with pytest.raises(ConfigError, match=r"PackedLoRA holds a packed base.*weight-only format.*fp8_row.*Given: bf16"):
+        PackedLoRA("bf16")
     with pytest.raises(ConfigError, match=r"weight-only.*activations fp8.*QATAligned"):
         NVFP4LoRA(formats.Int4Group(activations="fp8"))
+    with pytest.raises(ConfigError, match=r"nothing else to train.*model\.policy\.lora"):
+        fit(tmp_path, plugin(), Module(Policy()))
+    module = Module(Policy(lora=lora()))
+    module.policy.configure()
+    with pytest.raises(ConfigError, match="configure_policy"):
+        plugin().convert_module(module)
+    model = with_adapter(random_network(BY_TYPE["qwen3_moe"]), lora("all-linear"), "it")
+    with pytest.raises(ConfigError, match=r"cannot share experts.*share_weights: false"):
+        plugin(share_weights=True).configure_policy(SimpleNamespace(network=model.get_base_model(), lora=True))
 
 
 def fake_quantized(plain, format):
@@ -236,22 +220,6 @@ def test_an_8_bit_base_is_differentiated_as_fake_quantization_by_autograd(name):
         assert cosine > 0.999, key
 
 
-@pytest.mark.parametrize("name", OF_8_BITS)
-def test_an_8_bit_base_takes_a_byte_a_weight_and_trains_nothing_of_itself(name, tmp_path):
-    module, run = fit(tmp_path, plugin(name), Module(Policy(lora=lora())))
-    layers = run.precision_plugin.packed(module)
-    assert sorted(layers) == sorted(LINEARS)
-    for layer in layers.values():
-        assert layer.codes.numel() == layer.shape[0] * layer.shape[1]
-        assert layer.codes.element_size() == 1
-        assert not layer._prepared
-        assert layer.kernel == "format"
-    trained = {key for key, parameter in module.named_parameters() if parameter.requires_grad}
-    assert trained
-    assert all("lora_" in key for key in trained)
-    assert not any(part in key for key in module.state_dict() for part in ("codes", "scales", "base_layer.weight"))
-
-
 def test_the_base_is_multiplied_out_by_option_and_rounds_no_input():
     policy, packer = configured("fp8_row")
     plain = Policy(lora=lora())
@@ -279,16 +247,6 @@ def test_a_gpu_without_fp8_multiplies_out_and_says_so(monkeypatch, tmp_path, cap
     assert {layer.kernel for layer in layers.values()} == {"dequantize"}
 
 
-def test_the_name_that_says_a_format_has_it_as_default():
-    assert NVFP4LoRA().format == formats.get("nvfp4")
-    assert NVFP4LoRA("nf4", exclude=["*.q_proj"]).exclude == ("*.q_proj",)
-    assert PackedLoRA("mxfp4", autocast="bf16").format == formats.get("mxfp4")
-    with pytest.raises(TypeError, match="format"):
-        PackedLoRA()
-    with pytest.raises(ConfigError, match="PackedLoRA holds a packed base"):
-        PackedLoRA("bf16")
-
-
 def test_a_trained_copy_of_a_linear_layer_stays_plain_and_is_exported():
     policy, packer = configured(targets=["q_proj", "up_proj"], modules_to_save=["down_proj"])
     source = packer.source(policy, packer.format)
@@ -298,20 +256,6 @@ def test_a_trained_copy_of_a_linear_layer_stays_plain_and_is_exported():
     trained = policy.network.get_submodule(name).modules_to_save["default"].weight
     assert torch.equal(dict(source.base(None))[f"{name}.weight"], trained)
     assert torch.equal(dict(source.plain(None))[f"{name}.weight"], trained)
-
-
-def test_layers_that_do_not_fit_are_named():
-    policy = Policy(lora=lora())
-    policy.configure()
-    with pytest.raises(ConfigError, match=r"do not fit int4_group: model\.layers\.0\.self_attn\.q_proj"):
-        NVFP4LoRA("int4_group").configure_policy(policy)
-
-
-def test_a_module_that_never_configured_is_refused():
-    module = Module(Policy(lora=lora()))
-    module.policy.configure()
-    with pytest.raises(ConfigError, match="configure_policy"):
-        plugin().convert_module(module)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -339,25 +283,6 @@ def packed_experts(kind, format="nvfp4"):
     return policy, packer, plain
 
 
-def lora_off(policy):
-    for module in policy.network.modules():
-        if is_adapted(module):
-            module.enable_adapters(False)
-
-
-def test_experts_of_8_bits_are_multiplied_as_an_embedded_sampler_does():
-    policy, packer, _ = packed_experts("qwen3_moe", "fp8_row")
-    ids = torch.arange(3, 13)[None]
-    lora_off(policy)
-    with torch.no_grad():
-        learner = policy.network(ids).logits
-        for layer in packer.packed(policy).values():
-            sampled = QuantizedLinear(layer.format, layer.shape, layer.bias)
-            sampled.set_weight(layer.weight)
-            layer.forward = sampled.forward
-        assert torch.equal(learner, policy.network(ids).logits)
-
-
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss", "llama4_text"])
 def test_packed_experts_compute_as_their_codes_stand_for_and_pass_gradients_on(kind):
     policy, packer, plain = packed_experts(kind)
@@ -369,7 +294,9 @@ def test_packed_experts_compute_as_their_codes_stand_for_and_pass_gradients_on(k
     network(ids).logits.log_softmax(-1)[..., 5].sum().backward()
     first = network.get_parameter(next(name for name in trained if ".layers.0." in name and "lora_B" in name))
     assert first.grad.abs().sum() > 0  # through the experts of both layers
-    lora_off(policy)
+    for module in network.modules():
+        if is_adapted(module):
+            module.enable_adapters(False)
     with torch.no_grad():
         torch.testing.assert_close(network(ids).logits, expected(ids).logits, atol=1e-4, rtol=1e-5)
     merged = dict(merged_weights(network))
@@ -392,9 +319,3 @@ def test_a_packed_base_with_experts_goes_out_as_it_is_held():
     other = packer.source(policy, formats.get("fp8_row"))  # the sum of base and adapter, in another format
     names = set(dict(other.whole(unchanged, None)))
     assert "model.layers.1.mlp.experts.3.up_proj.weight_scale" in names
-
-
-def test_experts_cannot_be_shared_with_the_engine():
-    model = with_adapter(random_network(BY_TYPE["qwen3_moe"]), lora("all-linear"), "it")
-    with pytest.raises(ConfigError, match=r"cannot share experts.*share_weights: false"):
-        plugin(share_weights=True).configure_policy(SimpleNamespace(network=model.get_base_model(), lora=True))

@@ -6,7 +6,7 @@ from lit_qrl import formats
 from lit_qrl.errors import ConfigError
 from lit_qrl.policy import CausalPolicy
 from lit_qrl.precision import NVFP4LoRA, QATAligned
-from lit_qrl.precision.source import PublishingPrecision, WeightSource, unchanged
+from lit_qrl.precision.source import WeightSource, unchanged
 from tests.tiny_run import model_folder
 
 LAYER = "model.layers.0.self_attn.q_proj"
@@ -105,15 +105,6 @@ def test_a_plugin_s_codes_count_only_where_it_has_the_sampler_s_format():
     other = fp8.source(None, formats.get("bf16"), ["*.o_proj"], head=True)
     assert (type(other), other.aligned, other.exclude, other.head) == (WeightSource, False, ("*.o_proj",), True)
     assert NVFP4LoRA().source(None, formats.get("nvfp4")).packed
-
-
-def test_a_plugin_says_what_it_publishes():
-    with pytest.raises(TypeError, match="abstract method"):
-        PublishingPrecision()
-    assert not QATAligned().packs_base
-    assert not QATAligned().share_weights
-    assert NVFP4LoRA(share_weights=True).packs_base
-    assert QATAligned().configure_policy(None) is None
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,15 @@ class Module(LightningModule):
         return self.optimizer([p for p in self.parameters() if p.requires_grad], lr=self.lr)
 
 
+def configured(plugin=None, **options):
+    """Return a module whose policy is configured, and converted where a plugin is given, without a Trainer."""
+    module = Module(Policy(**options))
+    module.policy.configure()
+    if plugin is not None:
+        plugin.convert_module(module)
+    return module
+
+
 def batches(count=4, size=8):
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(0, VOCABULARY, (count * size, LENGTH), generator=generator)

@@ -27,22 +27,13 @@ def write_run(
         x = (epoch + 1) / iterations
         skill = 0.36 + 0.42 * (1 - math.exp(-2.5 * x))
         kl = drift * (0.0012 + 0.004 * x**2) * rng.uniform(0.8, 1.25)
-        seconds = {
-            p: s * rng.uniform(0.9, 1.2)
-            for p, s in (("rollout", 0.5), ("score", 0.12), ("update", 0.3), ("publish", 0.04))
-        }
+        usual = {"rollout": 0.5, "score": 0.12, "update": 0.3, "publish": 0.04}
+        seconds = {phase: time * rng.uniform(0.9, 1.2) for phase, time in usual.items()}
         step = 2 * epoch + 1
         if (epoch + 1) % max(iterations // 10, 1) == 0:
             seconds["evaluate"] = 0.8
-            rows.append(
-                {
-                    "epoch": epoch,
-                    "step": step,
-                    "val/accuracy": skill + rng.gauss(0, 0.012),
-                    "val/pass@1": skill + 0.05,
-                    "val/pass@4": min(skill + 0.22, 1),
-                }
-            )
+            accuracies = {"val/accuracy": skill + rng.gauss(0, 0.012), "val/pass@1": skill + 0.05}
+            rows.append({"epoch": epoch, "step": step, **accuracies, "val/pass@4": min(skill + 0.22, 1)})
         alpha = min(1.0, 25 * kl) * 0.95
         row = {
             "epoch": epoch,
@@ -81,68 +72,47 @@ def write_run(
         rows.append(row)
         for _ in range(3):
             right = rng.random() < skill
-            samples.append(
-                {
-                    "iteration": epoch + 1,
-                    "version": epoch,
-                    "prompt": f"{rng.randint(1, 50)} {rng.randint(1, 50)} {rng.randint(1, 50)} = {rng.randint(10, 99)}",
-                    "completion": f"({rng.randint(1, 50)} + {rng.randint(1, 50)}) * {rng.randint(1, 9)}",
-                    "reward": float(right),
-                    "parts": {"countdown": float(right), "format": 1.0},
-                    "correct": right,
-                }
-            )
+            first, second, third = (rng.randint(1, 50) for _ in range(3))
+            texts = {"prompt": f"{first} {second} {third} = 42", "completion": f"({first} + {second}) * {third}"}
+            scores = {"reward": float(right), "parts": {"countdown": float(right), "format": 1.0}, "correct": right}
+            samples.append({"iteration": epoch + 1, "version": epoch, **texts, **scores})
     columns = ["epoch", "step", *sorted({name for row in rows for name in row} - {"epoch", "step"})]
     with (folder / "metrics.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
     (folder / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
-    start = 1_760_000_000.0
+    start, half = 1_760_000_000.0, max(iterations // 2, 1)
+    began = {
+        "corrections": [] if correction == "none" else [correction],
+        "format": "fp8_tensor",
+        "device": "2 CPU threads",
+    }
     events = [
-        {
-            "time": start,
-            "iteration": 0,
-            "kind": "start",
-            "message": "Training started.",
-            "corrections": [correction] if correction != "none" else [],
-            "format": "fp8_tensor",
-            "device": "2 CPU threads",
-        },
+        {"time": start, "iteration": 0, "kind": "start", "message": "Training started.", **began},
         {
             "time": start + 20,
-            "iteration": max(iterations // 2, 1),
+            "iteration": half,
             "kind": "mismatch",
-            "message": "the ESS ratio 0.9021 is under guard.ess_floor = 0.95.",
+            "message": "the ESS ratio 0.9021 is under a floor.",
         },
         {"time": start + iterations * 1.1, "iteration": iterations, "kind": status, "message": "Training ended."},
     ]
     (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    parts = (
-        "self_attn.q_proj",
-        "self_attn.k_proj",
-        "self_attn.v_proj",
-        "self_attn.o_proj",
-        "mlp.gate_proj",
-        "mlp.up_proj",
-        "mlp.down_proj",
-    )
+    parts = [f"self_attn.{part}_proj" for part in "qkvo"] + [f"mlp.{part}_proj" for part in ("gate", "up", "down")]
     layers = {f"model.layers.{i}.{part}.weight": "fp8_tensor" for i in range(4) for part in parts}
     layers |= {"model.embed_tokens.weight": "bf16", "model.norm.weight": "bf16"}
     (folder / "publish.json").write_text(json.dumps({"version": iterations - 1, "layers": layers}))
     callbacks = [] if correction == "none" else [{"class_path": f"lit_qrl.callbacks.{correction}"}]
-    (folder / "config.yaml").write_text(
-        json.dumps(
-            {
-                "seed_everything": 0,
-                "model": {"policy": {"class_path": "CausalPolicy", "init_args": {"model": "models/tiny-countdown"}}},
-                "data": {"task": {"class_path": "lit_qrl.data.Countdown"}, "group_size": 8},
-                "publisher": {"format": "fp8_tensor"},
-                "trainer": {"max_epochs": iterations, "callbacks": callbacks},
-            },
-            indent=1,
-        )
-    )
+    policy = {"class_path": "CausalPolicy", "init_args": {"model": "models/tiny-countdown"}}
+    config = {
+        "seed_everything": 0,
+        "model": {"policy": policy},
+        "data": {"task": {"class_path": "lit_qrl.data.Countdown"}, "group_size": 8},
+        "publisher": {"format": "fp8_tensor"},
+        "trainer": {"max_epochs": iterations, "callbacks": callbacks},
+    }
+    (folder / "config.yaml").write_text(json.dumps(config, indent=1))
     return folder
 
 

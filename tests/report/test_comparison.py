@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from lit_qrl.report import render_comparison
-from lit_qrl.report.comparison import label_of, labels_of
+from lit_qrl.report.comparison import labels_of
 from lit_qrl.report.run import Run
 
 
@@ -62,8 +62,3 @@ def test_runs_that_differ_in_their_seed_are_one_line_with_a_band(make_run, tmp_p
     last = [Run(run).accuracy.last for run in runs]
     shown = [[float(number) for number in pair] for pair in re.findall(r">(0\.\d+) ± ([\d.]+)<", row)]
     assert pytest.approx([statistics.mean(last), statistics.stdev(last) / 3**0.5], abs=5e-4) in shown
-
-
-def test_names_of_several_runs():
-    assert label_of(["a/1", "a/2"]) == "a (2 seeds)"
-    assert label_of(["x", "y"]) == "x … y (2 seeds)"

@@ -3,7 +3,7 @@ import struct
 
 import pytest
 
-from lit_qrl.report.figures import INK, Panel, _finish, draw, figures_for, grid, running_mean
+from lit_qrl.report.figures import INK, Panel, _finish, draw, figures_for, grid
 from lit_qrl.report.page import fewer_colors
 from lit_qrl.report.run import Run, Seeds, Series
 
@@ -139,15 +139,6 @@ def test_the_users_matplotlib_is_left_alone(make_run):
     run = Run(make_run(iterations=1))
     draw(figures_for([run])[0], [run], ["a"], "dark")
     assert dict(matplotlib.rcParams) == before
-
-
-def test_running_mean_shrinks_at_the_ends():
-    values = [float(i * i % 11) for i in range(9)]
-    for width in (1, 3, 5):
-        half = width // 2
-        for i, mean in enumerate(running_mean(values, width)):
-            window = [values[j] for j in range(9) if abs(i - j) <= half]
-            assert mean == pytest.approx(sum(window) / len(window))
 
 
 def test_seeds_are_drawn_as_a_band(make_run):

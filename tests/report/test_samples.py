@@ -125,10 +125,6 @@ def test_a_long_run_keeps_its_page_small_and_says_so(tmp_path):
     assert f"{len(iterations)} of 100 iterations" in html
 
 
-def test_no_samples_no_section(tmp_path):
-    assert samples_section(Run(tmp_path)) is None
-
-
 def test_long_completions_are_cut_behind_their_coloured_tokens():
     sample = {"completion": "x" * 9000, "token_lengths": [1] * 9000, "log_ratio": [0.0] * 9000}
     assert "".join(piece["text"] for piece in pieces_of(sample)) == "x" * CHARACTERS_SHOWN + " … (3000 more characters)"

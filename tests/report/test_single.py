@@ -119,13 +119,6 @@ def test_a_run_that_was_cut_anywhere_has_a_page(make_run):
     read(render(folder))
 
 
-def test_rendering_again_replaces_the_page(make_run, without_plots):
-    folder = make_run(iterations=1)
-    before = render(folder).read_text()
-    make_run(iterations=3)
-    assert render(folder).read_text() != before
-
-
 def test_a_missing_folder_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere"):
         render(tmp_path / "nowhere")
@@ -199,14 +192,3 @@ def test_a_run_of_an_older_version_has_a_page(tmp_path, without_plots):
     assert "Gold answer" not in text
     assert 'class="legend"' not in html
     assert re.search(r"rollout, the rest\s+2\.5 s", text)
-
-
-def test_a_page_reloads_only_while_it_is_told_to(make_run, without_plots):
-    folder = make_run(iterations=1)
-    html, text = read(render(folder, reload_seconds=7.5))
-    assert 'data-seconds="7.5"' in html
-    assert '<noscript><meta http-equiv="refresh" content="8"></noscript>' in html
-    assert "reload every 7.5 s" in text
-    html, _ = read(render(folder))
-    assert "data-seconds" not in html
-    assert "http-equiv" not in html

@@ -1,14 +1,12 @@
-import contextlib
 import logging
 import math
-import time
 
 import pytest
 import torch
 
 from lit_qrl.errors import ConfigError, StoppedError
 from lit_qrl.rewards import ConstantReward, Reward, Sample, score_all
-from lit_qrl.rewards.base import as_tensor, check_row, weigh_by_name
+from lit_qrl.rewards.base import as_tensor, check_row
 from tests.default_dtype import bf16_default
 
 SAMPLES = [Sample("q", text) for text in ("a", "bb", "ccc")]
@@ -200,27 +198,6 @@ def test_none_leaves_a_sample_out_of_its_group():
     scores = score_all([some, ConstantReward(5.0)], samples, group_size=3)
     assert scores.total == [6.0, None, 5.0, *[5.0] * 6]
     assert as_tensor(scores.total).isnan().tolist() == [False, True, *[False] * 7]
-
-
-def test_a_hanging_reward_is_interrupted():
-    class Hanging(Length):
-        time_limit = 0.2
-
-        def __call__(self, samples):
-            while True:
-                with contextlib.suppress(Exception):  # as careless code has it: the interruption must get through
-                    time.sleep(60)
-
-    with pytest.raises(ConfigError, match=r"first 3 samples: not done within 0\.2 s\..*raise its `time_limit`"):
-        score_all([Hanging()], SAMPLES)
-
-
-def test_weights_are_set_by_name():
-    rewards = [Length(), ConstantReward(1.0)]
-    weigh_by_name(rewards, {"constant": 0.25})
-    assert [reward.weight for reward in rewards] == [1.0, 0.25]
-    with pytest.raises(ConfigError, match=r"names no reward of the task: 'lengthy'\. Did you mean 'length'\?"):
-        weigh_by_name(rewards, {"lengthy": 1.0})
 
 
 def test_a_row_that_cannot_be_scored_is_named():

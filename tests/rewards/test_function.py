@@ -158,38 +158,9 @@ def test_a_service_that_is_away_for_all_is_a_failed_call():
         score_all([FunctionReward(judge, concurrency=2, retries=0)], SAMPLES)
 
 
-@pytest.mark.parametrize("returned", [[1.0], None, "four", [1.0, 2.0, float("nan"), 0.0], ["a", "b", "c", "d"]])
-def test_what_a_function_must_not_return_is_an_error_that_names_it(returned):
-    def score(completions):
-        return returned
-
-    with pytest.raises(ConfigError, match=r"Reward 'score' \(function tests.rewards.test_function.*score\)") as caught:
-        score_all([FunctionReward(score)], SAMPLES)
-    assert "\n" not in str(caught.value)
-
-
 def test_a_call_for_one_sample_returns_one_score():
     with pytest.raises(ConfigError, match="with concurrency each call has one sample"):
         score_all([FunctionReward(lambda completions: [1.0, 2.0], concurrency=1)], SAMPLES)
-
-
-def test_an_error_in_a_function_is_told_with_its_place():
-    def score(completions):
-        return [completions[0]["content"]]
-
-    with pytest.raises(ConfigError, match=r"TypeError: string indices .*test_function.py, line \d+") as caught:
-        score_all([FunctionReward(score)], SAMPLES)
-    assert "'1'" in str(caught.value)
-
-
-def test_a_parameter_without_a_column_is_known_from_a_row():
-    def score(response, label):
-        return [0.0]
-
-    words = r"Reward 'score' .*'response', 'label' are no column.*columns answer, question.*label\)\. Write"
-    with pytest.raises(ConfigError, match=words):
-        FunctionReward(score).unscorable(SAMPLES[0])
-    assert FunctionReward(right).unscorable(SAMPLES[0]) is None
 
 
 @pytest.mark.parametrize(
@@ -212,6 +183,13 @@ def test_a_function_that_is_not_there(path, words):
 def test_wrong_arguments(wrong):
     with pytest.raises(ConfigError, match=f"{next(iter(wrong))} of Reward 'right'"):
         FunctionReward(right, **wrong)
+
+
+@pytest.mark.parametrize("unheeded", [{"timeout": 5.0}, {"retries": 0}])
+def test_limits_of_single_calls_without_such_calls_are_refused(unheeded):
+    with pytest.raises(ConfigError, match=r"for calls of single samples.*concurrency 0\. Set concurrency"):
+        FunctionReward(right, **unheeded)
+    assert FunctionReward(right, concurrency=1, **unheeded)(SAMPLES) == [1.0] * 4
 
 
 def test_functions_stand_for_rewards():
@@ -253,7 +231,7 @@ def test_what_no_other_process_can_import_stays_in_this_one():
     with pytest.raises(ConfigError, match=r"'within'.*process of its own.*set `processes: false`"):
         FunctionReward(within, processes=True)
     broken = FunctionReward(right, concurrency=1)
-    broken._pool.function = Unimportable()
+    broken.pool.function = Unimportable()
     with pytest.raises(ConfigError, match=r"'right'.*Unimportable does not start.*ValueError"):
         broken(SAMPLES)
 

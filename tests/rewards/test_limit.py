@@ -1,16 +1,14 @@
-import queue
 import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-from functools import partial
 
 import pytest
 
 from lit_qrl.rewards import limit
-from lit_qrl.rewards.limit import Threads, call
+from lit_qrl.rewards.limit import call
 
 
 def spin():
@@ -87,45 +85,6 @@ def test_native_code_that_cannot_be_interrupted_ends_the_process_with_its_line()
     assert ended.returncode == 1
     assert ended.stdout == "before\n"
     assert 'File "<string>", line 1 in <lambda>' in ended.stderr
-
-
-def test_calls_run_side_by_side_and_in_threads_that_have_come_back():
-    threads, release, seen = Threads(), threading.Event(), queue.SimpleQueue()
-
-    def call(number):
-        seen.put((number, threading.get_ident()))
-
-    def held():
-        release.wait()
-        call(0)
-
-    threads.run(held)
-    found = []
-    for number in range(1, 40):  # none waits for the one that is held up
-        threads.run(partial(call, number))
-        found.append(seen.get(timeout=60))
-    release.set()
-    found.append(seen.get(timeout=60))
-    assert sorted(number for number, _ in found) == list(range(40))
-    assert len({thread for _, thread in found}) < 40
-
-
-def test_a_thread_without_a_call_ends_and_the_next_call_has_another():
-    threads, done = Threads(patience=0.001), queue.SimpleQueue()
-    for _ in range(20):
-        threads.run(lambda: done.put(threading.current_thread()))
-        thread = done.get(timeout=60)
-        thread.join(60)
-        assert not thread.is_alive()
-
-
-def test_a_forked_process_has_threads_of_its_own():
-    threads, done = Threads(), queue.SimpleQueue()
-    threads.run(partial(done.put, 1))
-    assert done.get(timeout=60) == 1
-    threads._begin()  # as the system calls it in the child
-    threads.run(partial(done.put, 2))
-    assert done.get(timeout=60) == 2
 
 
 @pytest.mark.parametrize("seconds", [None, 60.0])

@@ -4,12 +4,14 @@ import logging
 import os
 import subprocess
 import sys
+import warnings
 
 import pytest
 from tqdm import tqdm
 
 from lit_qrl.rollout.vllm.process import prepare_environment
-from lit_qrl.run.console import LOG_FILE, kept_from_the_screen, without_bars
+from lit_qrl.run import console
+from lit_qrl.run.console import LOG_FILE, kept_from_the_screen, phase, quiet, without_bars
 
 
 @pytest.fixture(autouse=True)
@@ -163,3 +165,34 @@ print("x" * 100000, file=sys.{name})
         read.close()
         process.stdin.close()
         assert process.wait(60) == 0
+
+
+def test_a_phase_has_a_line_without_the_seconds_of_the_phases_inside_it(monkeypatch, caplog):
+    now = iter([0.0, 2.0, 60.0, 70.5, 71.0, 71.5])
+    monkeypatch.setattr(console.time, "monotonic", lambda: next(now))
+    with caplog.at_level(logging.INFO, logger="lit_qrl"):
+        with phase("First evaluation"):
+            with phase("vLLM started"):
+                pass
+        with phase("too short for a line"):
+            pass
+    assert caplog.messages == ["vLLM started: 58.0 s", "First evaluation: 12.5 s"]
+
+
+def test_advice_is_silenced_and_other_warnings_are_not():
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        quiet()
+        warnings.warn("The 'val_dataloader' does not have many workers which may be a bottleneck.")
+        warnings.warn("The learning rate is 1000.")
+    assert [str(one.message) for one in seen] == ["The learning rate is 1000."]
+    assert logging.getLogger("lit_qrl").isEnabledFor(logging.INFO)
+
+
+def test_a_limit_of_time_that_ends_the_run_is_told(caplog):
+    quiet()
+    told = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    with caplog.at_level(logging.INFO, logger=told.name):
+        told.info("GPU available: False")
+        told.info("Time limit reached. Elapsed time is 0:00:02. Signaling Trainer to stop.")
+    assert [record.getMessage()[:4] for record in caplog.records] == ["Time"]

@@ -28,21 +28,13 @@ def test_a_checkpoint_of_the_same_policy_passes():
 @pytest.mark.parametrize(
     ("saved", "own", "message"),
     [
-        (policy(), policy(hidden_size=64), r"Expected: hidden_size 64\. Given: hidden_size 32\."),
         (policy(), policy(vocab_size=25, num_hidden_layers=3), r"Expected: vocab_size 25, num_hidden_layers 3\."),
-        (policy(), policy(LoraConfig(r=4)), r"Expected: adapter LORA, rank 4\. Given: adapter None, rank None\."),
         (policy(LoraConfig(r=4)), policy(LoraConfig(r=8)), r"Expected: rank 8\. Given: rank 4\."),
     ],
 )
 def test_what_differs_is_named(saved, own, message):
     with pytest.raises(ConfigError, match=message):
         check_identity({"policy": identity(saved)}, own)
-
-
-@pytest.mark.parametrize("checkpoint", [{}, {"policy": None}, {"state_dict": {}, "policy": "qwen3"}])
-def test_a_file_of_another_program_is_no_checkpoint_of_a_policy(checkpoint):
-    with pytest.raises(ConfigError, match="holds no policy"):
-        check_identity(checkpoint, policy())
 
 
 def frozen(value=1.0):

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.run.folder import RunLock, holder_lives
+from lit_qrl.run.folder import RunLock
 
 HOLD = "import sys, time; from pathlib import Path; from lit_qrl.run.folder import RunLock; lock = RunLock(); \
 lock.take(Path(sys.argv[1])); print('held', flush=True); time.sleep(120)"
@@ -46,19 +46,3 @@ def test_a_folder_that_was_let_go_is_free(tmp_path):
     first.release()
     second.take(tmp_path / "new")
     second.release()
-
-
-def test_whether_the_holder_lives(tmp_path, holder):
-    assert holder_lives(tmp_path) is True
-    os.kill(holder.pid, signal.SIGKILL)
-    holder.wait()
-    assert holder_lives(tmp_path) is False
-
-
-@pytest.mark.parametrize(
-    "content", [None, "", "[]", '{"pid": 1}', '{"pid": "x", "host": "y"}', '{"pid": 1, "host": "?"}']
-)
-def test_nobody_known_holds_it(tmp_path, content):
-    if content is not None:
-        (tmp_path / ".lock.json").write_text(content)
-    assert holder_lives(tmp_path) is None

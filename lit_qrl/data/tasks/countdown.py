@@ -1,6 +1,5 @@
 """Countdown: reach a target with every given number exactly once and + − × ÷."""
 
-import json
 import random
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -32,38 +31,6 @@ def problem_key(numbers: Sequence[int], target: int) -> str:
     return f"{','.join(map(str, sorted(numbers)))}={target}"
 
 
-def read_problems(path: str) -> list[dict[str, Any]]:
-    """Return the rows of a JSONL file with `input` ("a,b,c") and `output` (the target).
-
-    Raises:
-        ConfigError: the file is missing, or a line is not such a row.
-    """
-    file = Path(path)
-    if not file.is_file():
-        raise ConfigError(
-            "A Countdown file is missing.",
-            expected="a JSONL file in data.task.evaluation_path and data.task.exclude",
-            given=str(file),
-            remedy="Correct the path, which may be left from another task; with null, problems are drawn.",
-        )
-    rows = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-            numbers = [int(part) for part in str(record["input"]).split(",")]
-            rows.append({"numbers": numbers, "target": int(record["output"])})
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"Line {number} of {file} is not a Countdown problem.",
-                expected='{"input": "3,5,7", "output": "22"}',
-                given=line[:100],
-                remedy="Correct the file, or name another.",
-            ) from error
-    return rows
-
-
 class Countdown(GeneratedTask):
     """Generated Countdown problems, every one of them solvable.
 
@@ -82,6 +49,7 @@ class Countdown(GeneratedTask):
 
     name = "countdown"
     reward = CountdownReward
+    columns = {"input": 'numbers, such as "3,5,7"', "output": "their target, such as 22"}
     public_tests = Path(__file__).with_name("countdown_public_test.txt")
 
     def __init__(
@@ -107,8 +75,9 @@ class Countdown(GeneratedTask):
     def key(self, row: Row) -> str:
         return problem_key(row["numbers"], row["target"])
 
-    def read(self, path: str) -> list[dict[str, Any]]:
-        return read_problems(path)
+    def problem(self, row: Row) -> dict[str, Any]:
+        numbers = [int(part) for part in str(row["input"]).split(",")]
+        return {"numbers": numbers, "target": int(row["output"])}
 
     def shortage(self) -> tuple[str, str]:
         space = f"numbers up to {self.max_number} and targets up to {self.max_target}"

@@ -8,7 +8,7 @@ from typing import Any, TypeGuard
 
 from lit_qrl.data.problems import warn_of_fewer
 from lit_qrl.data.sources import MemoryRows, check_columns, read_rows
-from lit_qrl.data.task import Message, Row, Task, normalized, solved
+from lit_qrl.data.task import ListedTask, Message, Row, normalized
 from lit_qrl.errors import ConfigError, nearest
 from lit_qrl.rewards.base import Reward, Sample, check_names, check_row
 from lit_qrl.rewards.function import as_rewards
@@ -23,7 +23,7 @@ HELD_OUT_MOST = 500
 """Held out by default: a tenth of the rows, at most 500, with which an accuracy has a standard error of about 2 %."""
 
 
-class DatasetTask(Task):
+class DatasetTask(ListedTask):
     r"""Rows with a question: JSONL, JSON, CSV, TSV or Parquet files, folders, hub data sets, or rows held in Python.
 
     No prompt is both trained on and evaluated: training rows whose prompt is also evaluated are removed and counted.
@@ -84,6 +84,7 @@ class DatasetTask(Task):
         seed: int = 0,
         name: str = "dataset",
     ) -> None:
+        super().__init__()
         if evaluation_size is not None and evaluation_size < 1:
             raise ConfigError("evaluation_size is too small.", expected="1 or more, or null", given=evaluation_size)
         self.path: str | MemoryRows = path if isinstance(path, str) else MemoryRows(path)
@@ -107,8 +108,6 @@ class DatasetTask(Task):
         self._judged_by_default = correct is None and not judges
         self.correct: Reward = as_rewards([correct or (judges[0] if judges else MathReward())])[0]
         self.judge = self.correct
-        self._train: list[dict[str, Any]] = []
-        self._evaluation: list[dict[str, Any]] = []
 
     def setup(self) -> None:
         if self._evaluation:
@@ -135,12 +134,6 @@ class DatasetTask(Task):
             log.info("Removed %d of %d training rows that are also evaluated on.", removed, len(train))
         self._train, self._evaluation = kept, evaluation
 
-    def train_rows(self) -> Sequence[Row]:
-        return self._train
-
-    def evaluation_rows(self) -> Sequence[Row]:
-        return self._evaluation
-
     def prompt(self, row: Row) -> str | list[Message]:
         if is_conversation(row[self.prompt_column]):
             return posed(self._turns(row)[0], self.system_prompt, self.prompt_suffix)
@@ -156,9 +149,6 @@ class DatasetTask(Task):
             return answer
         matches = self.answer_pattern.findall(str(answer))
         return matches[-1].strip() if matches else None
-
-    def is_correct(self, samples: Sequence[Sample]) -> list[bool]:
-        return solved(self.correct, samples)
 
     def key(self, row: Row) -> str:
         """Return the question, without space and case."""

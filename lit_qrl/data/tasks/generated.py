@@ -3,14 +3,15 @@
 import hashlib
 import random
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from lit_qrl.data.task import Message, Row, Task, solved
+from lit_qrl.data.sources import check_columns, read_rows
+from lit_qrl.data.task import ListedTask, Message, Row
 from lit_qrl.errors import ConfigError
-from lit_qrl.rewards.base import Reward, Sample, check_names
+from lit_qrl.rewards.base import Reward, check_names
 from lit_qrl.rewards.function import as_rewards
 
 # One problem in eight is held out. By hash and not by draw, so that no seed trains on what another seed evaluates,
@@ -45,7 +46,7 @@ def read_hashes(path: Path | None) -> frozenset[str]:
     return frozenset() if path is None else frozenset(path.read_text(encoding="utf-8").split())
 
 
-class GeneratedTask(Task):
+class GeneratedTask(ListedTask):
     """Problems from a seeded generator; a subclass says how one is drawn, known by its key, read and posed.
 
     No problem is both trained on and evaluated, under any seed, and none is among the published test problems or in
@@ -67,6 +68,8 @@ class GeneratedTask(Task):
 
     reward: ClassVar[type[Reward]]
     """The task's own reward: a score of 1 is a solved problem."""
+    columns: ClassVar[Mapping[str, str]] = {}
+    """Of a file of problems: each, and what stands there."""
     public_tests: ClassVar[Path | None] = None
     """File with the hashes of the keys of published test problems, where there are any."""
 
@@ -89,11 +92,10 @@ class GeneratedTask(Task):
             )
         self.train_size, self.evaluation_size, self.seed = train_size, evaluation_size, seed
         self.prompt_format, self.evaluation_path, self.exclude = prompt_format, evaluation_path, list(exclude or [])
-        self.judge = self._judge = self.reward()
+        super().__init__()
+        self.judge = self.reward()
         self.rewards = [self.reward()] if rewards is None else as_rewards(rewards)
         check_names(self.rewards)
-        self._train: list[dict[str, Any]] = []
-        self._evaluation: list[dict[str, Any]] = []
 
     def check_sizes(self, **sizes: int) -> None:
         """Raise `ConfigError` for a size below 1."""
@@ -109,9 +111,29 @@ class GeneratedTask(Task):
     def key(self, row: Row) -> str:
         """Return the text that identifies a problem."""
 
-    @abstractmethod
+    def problem(self, row: Row) -> dict[str, Any]:
+        """Return the problem of a row of a file with `columns`; raise for one that is none."""
+        raise NotImplementedError("no file holds problems of it")
+
     def read(self, path: str) -> list[dict[str, Any]]:
-        """Return the problems of a file."""
+        """Return the problems of a file.
+
+        Raises:
+            ConfigError: the file or a column is missing, or a row is no problem.
+        """
+        rows, problems = read_rows(path), []
+        check_columns(rows, list(self.columns), path)
+        for number, row in enumerate(rows, start=1):
+            try:
+                problems.append(self.problem(row))
+            except (ValueError, KeyError, TypeError) as error:
+                raise ConfigError(
+                    f"Row {number} of {path!r} is not a problem of {type(self).__name__}.",
+                    expected="; ".join(f"{name}: {what}" for name, what in self.columns.items()),
+                    given=", ".join(repr(row.get(name)) for name in self.columns)[:80],
+                    remedy="Correct it. Keep the column as text where digits count, since numbers lose leading zeros.",
+                ) from error
+        return problems
 
     @abstractmethod
     def short(self, row: Row) -> str:
@@ -169,19 +191,8 @@ class GeneratedTask(Task):
             )
         return rows
 
-    def train_rows(self) -> Sequence[Row]:
-        self.setup()
-        return self._train
-
-    def evaluation_rows(self) -> Sequence[Row]:
-        self.setup()
-        return self._evaluation
-
     def prompt(self, row: Row) -> str | list[Message]:
         """Return the problem in short form, or an instruction in chat form."""
         if self.prompt_format == "short":
             return self.short(row)
         return [{"role": "user", "content": self.instruction(row)}]
-
-    def is_correct(self, samples: Sequence[Sample]) -> list[bool]:
-        return solved(self._judge, samples)

@@ -61,8 +61,8 @@ class Mixture(Task):
             )
         self.tasks, self.name = dict(zip(names, tasks, strict=True)), name
         self.weights: Mapping[str, float] = dict(zip(names, weights, strict=True)) if weights is not None else {}
-        self._train: list[Row] = []
-        self._evaluation: list[Row] = []
+        self._train: Sequence[Row] = []
+        self._evaluation: Sequence[Row] = []
 
     @property
     def rewards(self) -> Sequence[Reward]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -74,8 +74,9 @@ class Mixture(Task):
             return
         for task in self.tasks.values():
             task.setup()
-        evaluation = [row for name in self.tasks for row in self._named(name, self.tasks[name].evaluation_rows())]
-        train = [row for name in self.tasks for row in self._named(name, self.tasks[name].train_rows())]
+        named = self.tasks.items()
+        evaluation = [{**row, SOURCE: name} for name, task in named for row in task.evaluation_rows()]
+        train = [{**row, SOURCE: name} for name, task in named for row in task.train_rows()]
         evaluated = {self.key(row) for row in evaluation}
         kept = [row for row in train if self.key(row) not in evaluated]
         if len(kept) < len(train):
@@ -83,9 +84,6 @@ class Mixture(Task):
                 "Removed %d of %d training rows that another task evaluates on.", len(train) - len(kept), len(train)
             )
         self._train, self._evaluation = kept, evaluation
-
-    def _named(self, name: str, rows: Sequence[Row]) -> list[Row]:
-        return [{**row, SOURCE: name} for row in rows]
 
     def train_rows(self) -> Sequence[Row]:
         return self._train

@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from itertools import accumulate
 from typing import Any, Literal
 
-from lit_qrl.data.sources import check_columns, read_rows
 from lit_qrl.data.task import Row
 from lit_qrl.data.tasks.generated import GeneratedTask
 from lit_qrl.errors import ConfigError
@@ -46,6 +45,7 @@ class PrefixSum(GeneratedTask):
 
     name = "prefix_sum"
     reward = ExactMatchReward
+    columns = {"digits": "text of digits 0 to 9"}
 
     def __init__(self, digits: int = 16, *, prompt_format: Literal["short", "chat"] = "short", **kwargs) -> None:
         if digits < 2:
@@ -59,19 +59,10 @@ class PrefixSum(GeneratedTask):
     def key(self, row: Row) -> str:
         return row["digits"]
 
-    def read(self, path: str) -> list[dict[str, Any]]:
-        rows = read_rows(path)
-        check_columns(rows, ["digits"], path)
-        for number, row in enumerate(rows, start=1):
-            digits = row["digits"]
-            if not isinstance(digits, str) or not digits.isdecimal() or not digits.isascii():
-                raise ConfigError(
-                    f"Row {number} of {path!r} is not a problem of PrefixSum.",
-                    expected="text of digits 0 to 9",
-                    given=repr(digits)[:80],
-                    remedy="Keep the column as text, since numbers lose leading zeros.",
-                )
-        return [dict(row) for row in rows]
+    def problem(self, row: Row) -> dict[str, Any]:
+        if not isinstance(row["digits"], str) or not row["digits"].isdecimal() or not row["digits"].isascii():
+            raise ValueError(row["digits"])
+        return dict(row)
 
     def shortage(self) -> tuple[str, str]:
         return f"PrefixSum problems of {self.digits} digits", "or raise digits"

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from lit_qrl.data.task import Message, Row, Task, solved
+from lit_qrl.data.task import ListedTask, Message, Row
 from lit_qrl.errors import ConfigError, nearest
 from lit_qrl.rewards.base import Reward, Sample, check_names
 
@@ -36,7 +36,7 @@ class ReasoningGymReward(Reward):
         return float(score(answer=found[-1] if found else None, entry=entry))
 
 
-class ReasoningGym(Task):
+class ReasoningGym(ListedTask):
     """Problems of one or more of reasoning-gym's tasks; needs `pip install lit-qrl[environments]`.
 
     Problems are drawn from the seed; no held-out question is trained on.
@@ -79,12 +79,11 @@ class ReasoningGym(Task):
         self.train_size, self.evaluation_size, self.seed = train_size, evaluation_size, seed
         self.template = prompt
         self.tags = prompt is None if tags is None else tags
-        self.judge = self._judge = ReasoningGymReward(self.tags)
+        super().__init__()
+        self.judge = ReasoningGymReward(self.tags)
         self.rewards = [self.judge] if rewards is None else list(rewards)
         self.in_order = levels is not None
         check_names(self.rewards)
-        self._train: list[Row] = []
-        self._evaluation: list[Row] = []
 
     def setup(self) -> None:
         if self._train:
@@ -92,9 +91,11 @@ class ReasoningGym(Task):
         levels = self.levels or [None]
         self._evaluation = self._draw(levels[-1], self.evaluation_size, "evaluation", set())
         held_out = {row["question"] for row in self._evaluation}
+        train: list[Row] = []
         for index, level in enumerate(levels):
             first, last = (self.train_size * i // len(levels) for i in (index, index + 1))
-            self._train += self._draw(level, last - first, f"train {index}", held_out)
+            train += self._draw(level, last - first, f"train {index}", held_out)
+        self._train = train
 
     def _draw(self, level: int | None, size: int, side: str, held_out: set[str]) -> list[Row]:
         """Return problems of all tasks by turns; questions may repeat in training, as the library draws them."""
@@ -149,14 +150,6 @@ class ReasoningGym(Task):
             curriculum.set_attr_level(attribute.name, min(level, len(attribute.levels) - 1))
         return {k: v for k, v in vars(curriculum.generate_configuration()).items() if k not in ("seed", "size")}
 
-    def train_rows(self) -> Sequence[Row]:
-        self.setup()
-        return self._train
-
-    def evaluation_rows(self) -> Sequence[Row]:
-        self.setup()
-        return self._evaluation
-
     def prompt(self, row: Row) -> str | list[Message]:
         if self.template is None:
             ask = " Put the final answer between <answer> and </answer>." if self.tags else ""
@@ -173,9 +166,6 @@ class ReasoningGym(Task):
     def reference(self, row: Row) -> Any:
         """Return the library's own answer; others may be right too."""
         return row["answer"]
-
-    def is_correct(self, samples: Sequence[Sample]) -> list[bool]:
-        return solved(self._judge, samples)
 
 
 def _library() -> Any:

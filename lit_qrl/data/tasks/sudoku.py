@@ -1,17 +1,17 @@
 """4×4 Sudoku with generated puzzles."""
 
-import itertools
 import random
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Mapping
 from functools import cache
+from itertools import permutations, product
 from pathlib import Path
 from typing import Any, Literal
 
-from lit_qrl.data.sources import check_columns, read_rows
 from lit_qrl.data.task import Row
 from lit_qrl.data.tasks.generated import GeneratedTask
 from lit_qrl.errors import ConfigError
-from lit_qrl.rewards.puzzles import SudokuReward
+from lit_qrl.rewards.puzzles import SudokuReward, is_solved
 
 CELLS = 16
 
@@ -29,7 +29,9 @@ def solved_grids() -> tuple[str, ...]:
     >>> len(solved_grids()), solved_grids()[0]
     (288, '1234341221434321')
     """
-    return tuple(solutions("0" * CELLS, limit=None))
+    rows = ["".join(row) for row in permutations("1234")]
+    halves = [one + other for one, other in product(rows, repeat=2) if len({*one[:2], *other[:2]}) == 4]
+    return tuple(upper + lower for upper, lower in product(halves, repeat=2) if is_solved(upper + lower))
 
 
 def solutions(puzzle: str, limit: int | None = 2) -> list[str]:
@@ -38,49 +40,18 @@ def solutions(puzzle: str, limit: int | None = 2) -> list[str]:
     >>> solutions("1234341221434320"), len(solutions("0" * 16, limit=None))
     (['1234341221434321'], 288)
     """
-    return list(itertools.islice(_solve(puzzle), limit))
-
-
-def _solve(grid: str) -> Iterable[str]:
-    empty = grid.find("0")
-    if empty < 0:
-        yield grid
-        return
-    taken = {grid[other] for other in _peers(empty)}
-    for digit in "1234":
-        if digit not in taken:
-            yield from _solve(grid[:empty] + digit + grid[empty + 1 :])
+    given = [_holding()[cell] for cell in enumerate(puzzle) if cell[1] != "0"]
+    return [solved_grids()[number] for number in sorted(set(range(len(solved_grids()))).intersection(*given))][:limit]
 
 
 @cache
-def _peers(cell: int) -> tuple[int, ...]:
-    """Return the cells of the same row, column and box."""
-
-    def shares(other: int) -> bool:
-        (row, column), (r, c) = divmod(cell, 4), divmod(other, 4)
-        return row == r or column == c or (row // 2, column // 2) == (r // 2, c // 2)
-
-    return tuple(other for other in range(CELLS) if other != cell and shares(other))
-
-
-def read_puzzles(path: str) -> list[dict[str, Any]]:
-    """Return the rows of a file with the columns `Puzzle` and `Solution`, 16 digits each.
-
-    Raises:
-        ConfigError: the file or a column is missing, or a row is not a puzzle with its solution.
-    """
-    rows = read_rows(path)
-    check_columns(rows, ["Puzzle", "Solution"], path)
-    for number, row in enumerate(rows, start=1):
-        puzzle, solution = str(row["Puzzle"]), str(row["Solution"])
-        if len(puzzle) != CELLS or set(puzzle) - set("01234") or solution not in solutions(puzzle, limit=None):
-            raise ConfigError(
-                f"Row {number} of {path!r} is not a 4x4 Sudoku with its solution.",
-                expected="16 digits 0 to 4, and 16 digits 1 to 4 that solve them",
-                given=f"{puzzle}, {solution}",
-                remedy="Keep the columns as text, since numbers lose leading zeros.",
-            )
-    return rows
+def _holding() -> Mapping[tuple[int, str], set[int]]:
+    """Return by cell and digit the numbers of the solved grids that have it there."""
+    found = defaultdict[tuple[int, str], set[int]](set)
+    for number, grid in enumerate(solved_grids()):
+        for cell in enumerate(grid):
+            found[cell].add(number)
+    return found
 
 
 class Sudoku(GeneratedTask):
@@ -100,6 +71,7 @@ class Sudoku(GeneratedTask):
 
     name = "sudoku"
     reward = SudokuReward
+    columns = {"Puzzle": "16 digits 0 to 4", "Solution": "16 digits 1 to 4 that solve them"}
     public_tests = Path(__file__).with_name("sudoku_public_test.txt")
 
     def __init__(
@@ -121,8 +93,11 @@ class Sudoku(GeneratedTask):
     def key(self, row: Row) -> str:
         return row["Puzzle"]
 
-    def read(self, path: str) -> list[dict[str, Any]]:
-        return read_puzzles(path)
+    def problem(self, row: Row) -> dict[str, Any]:
+        puzzle, solution = str(row["Puzzle"]), str(row["Solution"])
+        if len(puzzle) != CELLS or set(puzzle) - set("01234") or solution not in solutions(puzzle, limit=None):
+            raise ValueError(puzzle)
+        return dict(row)
 
     def shortage(self) -> tuple[str, str]:
         return f"Sudoku puzzles with {self.empty} empty cells", "change empty, or set unique to false"

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_qrl.formats.kernels import dispatch
+from lit_qrl.network.names import become
 from lit_qrl.network.padding_free import ATTENTION, FlatBatch, attend_laid_out
 from lit_qrl.network.structure import CACHE_ARGUMENTS, HEAD_NORMS, RMS_NORMS, ROTATED_BY_HALVES
 from lit_qrl.precision.layers.one_pass import OnePassRMSNorm
@@ -67,13 +68,11 @@ def turn_while_laid_out(network: nn.Module) -> int:
     """
     known = 0
     for part in list(network.modules()):
-        own = type(part)
-        if own.__name__ in ROTATED_BY_HALVES:
+        if type(part).__name__ in ROTATED_BY_HALVES:
             known += 1
             for name in HEAD_NORMS:
                 norm = getattr(part, name, None)
                 if type(norm).__name__ in RMS_NORMS:
                     setattr(part, name, OnePassRMSNorm(norm, columns=False, codes=False))
-            if not isinstance(part, FlatAttention):
-                part.__class__ = type(own.__name__, (FlatAttention, own), {"__module__": own.__module__})
+            become(part, FlatAttention)
     return known

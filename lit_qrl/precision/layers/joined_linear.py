@@ -1,11 +1,12 @@
 """Plain linear layers that read one input and are multiplied together."""
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import override
 
 from lit_qrl.formats.kernels import dispatch
@@ -19,9 +20,6 @@ ALONE = ("o_proj", "down_proj")
 """Layers that no other reads the input of; their gradients too are added up by the product."""
 
 
-_RECIPE = "_lit_qrl_recipe"
-
-
 class Recipe(NamedTuple):
     """What a norm's output is made of again, by one pass over memory: its input is kept by the norm in any case."""
 
@@ -29,6 +27,10 @@ class Recipe(NamedTuple):
     h: Tensor
     rstd: Tensor
     weight: Tensor
+
+
+_RECIPES: MutableMapping[Tensor, Recipe] = WeakTensorKeyDictionary()
+"""Of outputs that live."""
 
 
 def keep_recipe(y: Tensor, h: Tensor, rstd: Tensor, weight: Tensor) -> None:
@@ -40,7 +42,7 @@ def keep_recipe(y: Tensor, h: Tensor, rstd: Tensor, weight: Tensor) -> None:
         rstd: of each row, fp32.
         weight: " k".
     """
-    setattr(y, _RECIPE, Recipe(y._version, h.detach(), rstd, weight))
+    _RECIPES[y] = Recipe(y._version, h.detach(), rstd, weight)
 
 
 class _Joined(torch.autograd.Function):
@@ -121,7 +123,7 @@ class _Plain(Together):
 
     @override
     def compute(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Sequence[Tensor]:
-        recipe: Recipe | None = getattr(x, _RECIPE, None)
+        recipe = _RECIPES.get(x)
         if recipe is not None and recipe.version != x._version:
             recipe = None
         return _Joined.apply(x, self.sizes, self.whole, recipe, *weights, *biases)  # pyright: ignore

@@ -1,10 +1,12 @@
 """Weights of the learner that are also held in a number format: linear layers, and experts in a stack."""
 
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lit_qrl.formats.base import NumberFormat, PreparedWeight, QuantizedWeight
 from lit_qrl.network.autocast import autocast_input
@@ -21,25 +23,57 @@ class StepClock:
         self.ticks, self.finite = 0, Finite("holds NaN or inf and cannot be quantized.")
 
 
-class LowBitWeight:
-    """A weight of the learner that is also held in a number format, made anew after each update.
+class LowBitCodes:
+    """Codes that follow a weight of the learner, and what products make of them: both anew after each update.
+
+    Subclasses say whose codes they are, and how they are multiplied.
+    """
+
+    layer_name: str
+    format: NumberFormat
+    out_features: int
+    in_features: int
+    gathered_in: torch.dtype | None = None
+    """Dtype of the weight while its layer computes, where each process holds a part of it in between; else None."""
+    _prepared: dict[Any, Any]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in) of the weight."""
+        return self.out_features, self.in_features
+
+    def quantized(self) -> QuantizedWeight:
+        """Return the codes and scales of today's weight; where they are new, nothing is left in `_prepared`."""
+        raise NotImplementedError
+
+    def derived(self, key: Any, make: Callable[[QuantizedWeight], Any]) -> Any:
+        """Return what `make` makes of the codes, made once per version of them under that key."""
+        q = self.quantized()
+        if key not in self._prepared:
+            with torch.inference_mode(False), torch.no_grad():
+                self._prepared[key] = make(q)
+        return self._prepared[key]
+
+    def prepared(self, dtype: torch.dtype) -> PreparedWeight:
+        """Return the operand of the format's GEMM for inputs of `dtype`, made once per version of the weight."""
+        return self.derived(dtype, lambda q: self.format.prepare(q, dtype))
+
+    def used(self) -> None:
+        """Forget what was derived from a weight that is gathered for one pass alone."""
+
+
+class LowBitWeight(LowBitCodes):
+    """A weight of the learner that is also held in a number format.
 
     What is derived from it is no buffer, so a checkpoint of the plain model fits. Subclasses say where the weight is,
     and how the low-bit one is used.
     """
 
-    layer_name: str
-    format: NumberFormat
     clock: StepClock
     weight: Any
-    out_features: int
-    in_features: int
     siblings: tuple["LowBitWeight", ...]
-    gathered_in: torch.dtype | None = None
-    """Dtype of the weight while its layer computes, where each process holds a part of it in between; else None."""
     _cached: tuple[Any, QuantizedWeight] | None
     _amax: tuple[Any, Tensor] | None
-    _prepared: dict[Any, Any]
 
     def begin(self, name: str, format: NumberFormat, clock: StepClock) -> None:
         """Set what every low-bit weight has; it stands alone until it is told its siblings."""
@@ -58,18 +92,13 @@ class LowBitWeight:
         """
         raise NotImplementedError
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(out, in) of the weight."""
-        return self.out_features, self.in_features
-
     def _weight_version(self) -> tuple[int, int, int]:
         # Optimizers and checkpoints write in place, which raises the version; a replaced tensor has another address.
         weight = self.weight
         return weight._version, weight.data_ptr(), self.clock.ticks
 
+    @override
     def quantized(self) -> QuantizedWeight:
-        """Return the weight in the format, quantized once per version of it."""
         shares = self.format.shares_amax and len(self.siblings) > 1
         key = tuple(part._weight_version() for part in self.siblings) if shares else self._weight_version()
         if self._cached is None or self._cached[0] != key:
@@ -87,17 +116,9 @@ class LowBitWeight:
             self._amax = (key, self.weight.detach().abs().amax())
         return self._amax[1]
 
-    def prepared(self, dtype: torch.dtype) -> PreparedWeight:
-        """Return the operand of the format's GEMM for inputs of `dtype`, made once per version of the weight."""
-        q = self.quantized()
-        if dtype not in self._prepared:
-            with torch.inference_mode(False), torch.no_grad():
-                self._prepared[dtype] = self.format.prepare(q, dtype)
-        return self._prepared[dtype]
-
+    @override
     def used(self) -> None:
-        """Forget what was derived from a weight that is gathered for one pass: beside the parts nothing whole stays."""
-        if self.gathered_in is not None:
+        if self.gathered_in is not None:  # beside the parts nothing whole stays
             self.drop_cache()
             for part in self.siblings:
                 part._amax = None
@@ -110,6 +131,14 @@ class LowBitWeight:
     def __getstate__(self) -> dict[str, Any]:
         # what is derived from the weight is made again from the copy's own
         return {**self.__dict__, "_cached": None, "_amax": None, "_prepared": {}}
+
+
+def introduce_siblings(weights: Mapping[str, LowBitWeight]) -> None:
+    """Tell weights that engines hold as one, by their names, of one another: they share a scale where a format does."""
+    for names in fused_groups(weights).values():
+        group = tuple(weights[name] for name in names)
+        for weight in group:
+            weight.siblings = group
 
 
 class LowBitLinear(LowBitWeight, nn.Linear):
@@ -200,10 +229,7 @@ class LowBitExperts(nn.Module):
                 weight = kind(self, matrix, index // each, index % each, shape)
                 weight.begin(name, format, clock)
                 self.weights[name] = weight
-        for names in fused_groups(self.weights).values():
-            group = tuple(self.weights[name] for name in names)
-            for weight in group:
-                weight.siblings = group
+        introduce_siblings(self.weights)
         self.train(plain.training)
 
     def forward(self, hidden_states: Tensor, chosen: Tensor | None = None, weights: Tensor | None = None) -> Tensor:

@@ -245,24 +245,10 @@ def quantize_in_passing(network: nn.Module, readers: type[nn.Module], columns: b
     if not choice or (choice == "auto" and not kernels_here()):
         return []
     names = []
-    for name, layer in network.named_modules():
-        for child, reader in NORM_READERS.items():
-            norm = getattr(layer, child, None)
-            if norm is None or not isinstance(_at(layer, reader), readers):
-                continue
-            if type(norm).__name__ in RMS_NORMS:
-                setattr(layer, child, OnePassRMSNorm(norm, columns))
-            elif isinstance(norm, OnePassRMSNorm):  # made without codes by `take_one_pass`
-                norm.codes, norm.columns = True, columns
-            if isinstance(getattr(layer, child), OnePassRMSNorm):
+    for name, layer in list(network.named_modules()):
+        for child, reader in {**NORM_READERS, "mlp": "mlp.down_proj"}.items():
+            if isinstance(_at(layer, reader), readers) and _takes_one_pass(layer, child, columns, codes=True):
                 names.append(f"{name}.{child}")
-        mlp = getattr(layer, "mlp", None)
-        if mlp is not None and _gated(mlp, readers):
-            if isinstance(mlp, OnePassGatedMLP):
-                mlp.codes, mlp.columns = True, columns
-            else:
-                layer.mlp = OnePassGatedMLP(mlp, columns)
-            names.append(f"{name}.mlp")
     log.debug("%d norms and MLPs quantize what they hand on: %s.", len(names), ", ".join(names[:3]) or "none is known")
     if not names and choice is True:
         raise ConfigError(
@@ -291,13 +277,9 @@ def take_one_pass(network: nn.Module, choice: Fuse = "auto") -> list[str]:
     names = []
     for name, part in list(network.named_modules()):
         for child, inner in list(part.named_children()):
-            if type(inner).__name__ in RMS_NORMS and child in (*NORM_READERS, FINAL_NORM):
-                setattr(part, child, OnePassRMSNorm(inner, columns=False, codes=False))
-            elif child == "mlp" and not isinstance(inner, OnePassGatedMLP) and _gated(inner, nn.Module):
-                setattr(part, child, OnePassGatedMLP(inner, columns=False, codes=False))
-            else:
-                continue
-            names.append(f"{name}.{child}" if name else child)
+            there = isinstance(inner, OnePassRMSNorm | OnePassGatedMLP)
+            if child in (*NORM_READERS, FINAL_NORM, "mlp") and not there and _takes_one_pass(part, child, False, False):
+                names.append(f"{name}.{child}" if name else child)
     log.debug("%d norms and MLPs take one kernel: %s.", len(names), ", ".join(names[:3]) or "none is known")
     return names
 
@@ -316,8 +298,17 @@ def _at(module: nn.Module, path: str) -> Any:
     return module
 
 
-def _gated(mlp: nn.Module, reader: type[nn.Module]) -> bool:
-    if isinstance(mlp, OnePassGatedMLP):
-        return isinstance(mlp.down_proj, reader)
-    known = {name for name, _ in mlp.named_children()} == GATED_MLP and type(mlp.act_fn).__name__ in SILU
-    return known and isinstance(_at(mlp, "down_proj"), reader)
+def _takes_one_pass(layer: nn.Module, child: str, columns: bool, codes: bool) -> bool:
+    """Let a norm or a gated MLP of a layer take one kernel, in place, and return whether it is a known one."""
+    part: Any = getattr(layer, child, None)
+    if isinstance(part, OnePassRMSNorm | OnePassGatedMLP):
+        part.codes, part.columns = codes, columns
+    elif type(part).__name__ in RMS_NORMS:
+        setattr(layer, child, OnePassRMSNorm(part, columns, codes))
+    elif isinstance(part, nn.Module) and {name for name, _ in part.named_children()} == GATED_MLP:
+        if type(part.act_fn).__name__ not in SILU:
+            return False
+        setattr(layer, child, OnePassGatedMLP(part, columns, codes))
+    else:
+        return False
+    return True

@@ -86,9 +86,7 @@ class PackedLinear(QuantizedLinear):
 
     def weight_on(self, device: torch.device) -> QuantizedWeight:
         """Return the weight with its tensors on `device`."""
-        q = self.weight
-        scales, global_scale = (None if part is None else part.to(device) for part in (q.scales, q.global_scale))
-        return QuantizedWeight(q.codes.to(device), scales, global_scale, q.format, q.shape)
+        return moved(self.weight, device)
 
     def wait_on_host(self) -> None:
         """Move the codes to the host until an engine holds them."""
@@ -121,6 +119,12 @@ class PackedLinear(QuantizedLinear):
     def forward(self, x: Tensor) -> Tensor:
         """Return `x @ W.T + b`: "... in" -> "... out", in the dtype of `x`."""
         return _Packed.apply(autocast_input(x), self.bias, self)  # pyright: ignore[reportReturnType]
+
+
+def moved(q: QuantizedWeight, device: torch.device) -> QuantizedWeight:
+    """Return a weight with its tensors on `device`."""
+    scales, global_scale = (None if part is None else part.to(device) for part in (q.scales, q.global_scale))
+    return QuantizedWeight(q.codes.to(device), scales, global_scale, q.format, q.shape)
 
 
 @lru_cache

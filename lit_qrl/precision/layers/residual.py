@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lit_qrl.network.modes import is_repeated
+from lit_qrl.network.names import become
 from lit_qrl.network.structure import PLAIN_LAYERS
 from lit_qrl.precision.layers.flat_attention import turn_while_laid_out
 from lit_qrl.precision.layers.joined_linear import join_linears
@@ -41,14 +42,10 @@ def join_residuals(network: nn.Module) -> int:
     Args:
         network: a model whose norms `take_one_pass` has replaced; whatever is not known stays as it is.
     """
-    joined = 0
-    for layer in network.modules():
-        own = type(layer)
-        if own.__name__ in PLAIN_LAYERS:
-            joined += 1
-            if not isinstance(layer, ResidualLayer):
-                layer.__class__ = type(own.__name__, (ResidualLayer, own), {"__module__": own.__module__})
-    return joined
+    known = [layer for layer in network.modules() if type(layer).__name__ in PLAIN_LAYERS]
+    for layer in known:
+        become(layer, ResidualLayer)
+    return len(known)
 
 
 def join_layers(network: nn.Module) -> None:

@@ -13,24 +13,25 @@ from lit_qrl.formats.scaled import Scaled
 from lit_qrl.network.invariant import BatchInvariant
 from lit_qrl.network.linears import fused_groups
 from lit_qrl.network.structure import PLAIN_ATTENTION
-from lit_qrl.precision.layers.low_bit import LowBitLinear
+from lit_qrl.precision.layers.low_bit import LowBitCodes, LowBitLinear
 
-_OUTPUTS = "_lit_qrl_outputs"
 _ALIKE = (["q_proj", "k_proj", "v_proj"], ["gate_proj", "up_proj"])
 
 
-class _Outputs(NamedTuple):
-    group: "Together"
+class _Waiting(NamedTuple):
+    """Outputs of layers that have not asked for theirs yet, by the layer's identity, and of what they are."""
+
+    input: Tensor
     version: int
     recorded: bool
-    of: dict[int, Tensor]
+    outputs: dict[int, Tensor]
 
 
 class Together:
     """Layers that read one input, multiplied at once where that is less work.
 
-    The first of them that reads a tensor computes the outputs of all, which wait with the tensor for the others. The
-    input's gradient is one sum instead of one for each layer, rounded once.
+    The first of them that reads a tensor computes the outputs of all, which wait here for the others. The input's
+    gradient is one sum instead of one for each layer, rounded once.
 
     A kind of layer derives from it and says how the product is computed.
 
@@ -41,7 +42,7 @@ class Together:
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self.layers: tuple[Any, ...] = tuple(layers)
         self.sizes = [layer.out_features for layer in layers]
-        self.shape = sum(self.sizes), layers[0].in_features
+        self._waiting: _Waiting | None = None
 
     def takes(self, x: Tensor) -> bool:
         """Return whether inputs are multiplied by all layers at once."""
@@ -54,21 +55,20 @@ class Together:
 
     def output(self, layer: nn.Linear, x: Tensor) -> Tensor:
         """Return what one of the layers makes of `x`, "... in" -> "... out"."""
-        held: _Outputs | None = getattr(x, _OUTPUTS, None)
-        recorded = torch.is_grad_enabled()
-        known = held is not None and (held.group, held.version, held.recorded) == (self, x._version, recorded)
-        if not known or id(layer) not in held.of:  # pyright: ignore[reportOptionalMemberAccess]
+        held, state = self._waiting, (x._version, torch.is_grad_enabled())
+        known = held is not None and held.input is x and (held.version, held.recorded) == state
+        if held is None or not known or id(layer) not in held.outputs:
             made = self.compute(x, [one.weight for one in self.layers], [one.bias for one in self.layers])
-            held = _Outputs(self, x._version, recorded, dict(zip(map(id, self.layers), made, strict=True)))
-            setattr(x, _OUTPUTS, held)
-        assert held is not None
-        out = held.of.pop(id(layer))
-        if not held.of:
-            delattr(x, _OUTPUTS)
+            held = _Waiting(x, *state, dict(zip(map(id, self.layers), made, strict=True)))
+        out = held.outputs.pop(id(layer))
+        self._waiting = held if held.outputs else None
         return out
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_waiting": None}
 
-class LowBitTogether(Together):
+
+class LowBitTogether(Together, LowBitCodes):
     """Low-bit layers whose codes are one weight, one layer's below another's.
 
     Each output has the arithmetic of its own layer: codes and scales are of rows, or of blocks of rows, that lie in one
@@ -78,14 +78,12 @@ class LowBitTogether(Together):
         layers: that `fits` says.
     """
 
-    gathered_in: torch.dtype | None = None
-
     def __init__(self, layers: Sequence[LowBitLinear]) -> None:
         super().__init__(layers)
-        self.layer_name = layers[0].layer_name
+        self.layer_name, self.format = layers[0].layer_name, layers[0].format
+        self.out_features, self.in_features = sum(self.sizes), layers[0].in_features
         self._joined: tuple[tuple[Any, ...], QuantizedWeight] | None = None
-        self.prepared: dict[Any, Any] = {}
-        """What a product was made of the codes as they are."""
+        self._prepared = {}
 
     @staticmethod
     def fits(layers: Sequence[LowBitLinear]) -> bool:
@@ -109,30 +107,27 @@ class LowBitTogether(Together):
 
         Weights that are gathered for one pass are multiplied one by one.
         """
-        format = self.layers[0].format
-        if self.layers[0].gathered_in is not None or not isinstance(format, Scaled):
+        if self.layers[0].gathered_in is not None or not isinstance(self.format, Scaled):
             return False
-        return dispatch.triton_installed("together") and format.has_gemm(device, self.shape)
+        return dispatch.triton_installed("together") and self.format.has_gemm(device, self.shape)
 
+    @override
     def quantized(self) -> QuantizedWeight:
         """Return the codes of all layers as one weight; the layers' own are slices of it."""
         made = [layer.quantized() for layer in self.layers]
         if self._joined is None or any(a is not b for a, b in zip(self._joined[0], made, strict=True)):
-            self.prepared.clear()
+            self._prepared.clear()
             with torch.inference_mode(False), torch.no_grad():
                 codes = torch.cat([q.codes for q in made])
                 scales = torch.cat([q.scales for q in made if q.scales is not None])
                 places = zip(made, codes.split(self.sizes), scales.split([len(q.scales) for q in made]), strict=True)  # pyright: ignore
                 for q, part, scale in places:
                     q.codes, q.scales = part, scale
-            self._joined = tuple(made), QuantizedWeight(codes, scales, None, self.layers[0].format, self.shape)
+            self._joined = tuple(made), QuantizedWeight(codes, scales, None, self.format, self.shape)
         return self._joined[1]
 
-    def used(self) -> None:
-        """Keep everything, as weights are that are not gathered for one pass."""
-
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_joined": None, "prepared": {}}
+        return {**super().__getstate__(), "_joined": None, "_prepared": {}}
 
 
 def reading_alike(network: Any, names: Iterable[str]) -> list[list[str]]:

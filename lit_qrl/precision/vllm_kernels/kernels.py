@@ -46,14 +46,8 @@ class SamplerKernel(ABC):
         """Return the weight as the kernel reads it."""
 
     @abstractmethod
-    def multiply(self, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
-        """Return `x @ W.T + bias`: "m in" -> "m out", in the dtype of `x`."""
-
     def apply(self, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
-        """Return `x @ W.T + bias`: "... in" -> "... out"."""
-        rows = x.reshape(-1, x.shape[-1])
-        out = self.multiply(rows.contiguous(), weight, bias)
-        return out.view(*x.shape[:-1], out.shape[-1])
+        """Return `x @ W.T + bias`: "... in" -> "... out", in the dtype of `x`."""
 
     def kept_input(self, x: Tensor) -> tuple[Tensor, ...] | None:
         """Return the codes and scales that stand for inputs "... in" in the product, or None where the format says."""
@@ -87,11 +81,11 @@ class CutlassW4A8(SamplerKernel):
         packed = ops.cutlass_pack_scale_fp8(scales.t().contiguous().to(torch.float8_e4m3fn))
         return codes, packed, channel
 
-    def multiply(self, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+    def apply(self, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
         from vllm import _custom_ops as ops
 
         codes, scales, channel = weight
-        rows, row_scales = _fp8_rows(x)
+        rows, row_scales = _fp8_rows(x.reshape(-1, x.shape[-1]).contiguous())
         out = ops.cutlass_w4a8_mm(
             a=rows,
             b_q=codes,
@@ -100,7 +94,8 @@ class CutlassW4A8(SamplerKernel):
             a_token_scales=row_scales,
             b_channel_scales=channel,
         )
-        return out if bias is None else out.add_(bias)
+        out = out if bias is None else out.add_(bias)
+        return out.view(*x.shape[:-1], out.shape[-1])
 
 
 class CutlassFP8Row(SamplerKernel):
@@ -121,11 +116,11 @@ class CutlassFP8Row(SamplerKernel):
         assert q.scales is not None
         return q.codes.contiguous().t(), q.scales.float().contiguous()
 
-    def multiply(self, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
-        return self._product(_fp8_rows(x), weight, bias, x.dtype)
-
     def apply(self, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
-        out = self._product(self.kept_input(x), weight, bias, x.dtype)
+        from vllm import _custom_ops as ops
+
+        (codes, scales), (rows, row_scales) = weight, self.kept_input(x)
+        out = ops.cutlass_scaled_mm(rows, codes, scale_a=row_scales, scale_b=scales, out_dtype=x.dtype, bias=bias)
         return out.view(*x.shape[:-1], out.shape[-1])
 
     def kept_input(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,13 +129,6 @@ class CutlassFP8Row(SamplerKernel):
 
         # once for all layers that read the same tensor: q, k and v; gate and up
         return dispatch.made_once(x, self.vllm_name, False, make)[0]
-
-    @staticmethod
-    def _product(rows: tuple[Tensor, Tensor], weight: Any, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        from vllm import _custom_ops as ops
-
-        codes, scales = weight
-        return ops.cutlass_scaled_mm(rows[0], codes, scale_a=rows[1], scale_b=scales, out_dtype=dtype, bias=bias)
 
 
 @lru_cache

@@ -45,10 +45,4 @@
     form.addEventListener("reset", () => setTimeout(apply));
     apply();
   }
-  const live = document.querySelector(".live input");
-  if (live) {
-    live.checked = recall("live") !== "off";
-    live.addEventListener("change", () => keep("live", live.checked ? "on" : "off"));
-    setInterval(() => { if (live.checked && !document.hidden) location.reload(); }, 1000 * Number(live.dataset.seconds));
-  }
 })();

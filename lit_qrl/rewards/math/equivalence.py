@@ -393,8 +393,6 @@ _SET_BUILDER = re.compile(
     r"\\\{\s*[A-Za-z]\s*(?:\\in\s*\\mathbb\s*\{?R\}?\s*)?(?:\\mid(?![a-zA-Z])|\\vert(?![a-zA-Z])|:|\|)(.*)\\\}"
 )
 _EQUALS = re.compile(r"(?<![<>!\\=:])=(?!=)")
-_INEQUALITY = re.compile(r"<|>|\\(?:le|ge|lt|gt|ne)(?![a-zA-Z])")
-_SET_NOTATION = re.compile(rf"{_INEQUALITY.pattern}|\\(?:mathbb|cup|cap|setminus|begin|backslash)(?![a-zA-Z])")
 _BASED = re.compile(r"(-?[0-9A-Z]+(?:\.[0-9A-Z]+)?)_\{?(\d+|\\text\{\s*[a-z]+\s*\})\}?")
 _RATIO = re.compile(r"(\d+(?:\.\d+)?)\s*:\s*(\d+(?:\.\d+)?)")
 _WORDS = re.compile(r"\\text\{([^{}]*)\}")
@@ -460,27 +458,18 @@ def _same(gold: str, answer: str, level: int) -> bool:
     def same(one: str, other: str) -> bool:
         return _same(one, other, level + 1)
 
-    if "\\cup" in gold and "\\cup" in answer:
-        parts = split_top(gold, "\\cup"), split_top(answer, "\\cup")
-        if len(parts[0]) == len(parts[1]) and _any_order(*parts, same):
-            return True
-    else:
-        (gold_kind, ours), (answer_kind, theirs) = _container(gold), _container(answer)
-        if gold_kind == "group":
-            return same(ours[0], answer)
-        if answer_kind == "group":
-            return same(gold, theirs[0])
-        if gold_kind == "set" and len(ours) == 1 and answer_kind is None:
-            return same(ours[0], answer)
-        if answer_kind == "set" and len(theirs) == 1 and gold_kind is None:
-            return same(gold, theirs[0])
-        if gold_kind in ("list", "set") or answer_kind in ("list", "set"):
-            return _same_collections((gold_kind, ours), (answer_kind, theirs), same)
-        if gold_kind and answer_kind:
-            return gold_kind == answer_kind and _in_order(ours, theirs, same)
-        if (gold_kind or answer_kind) and not (_SET_NOTATION.search(gold) or _SET_NOTATION.search(answer)):
-            return False
-    return _same_leaf(gold, answer)
+    (gold_kind, ours), (answer_kind, theirs) = _container(gold), _container(answer)
+    if gold_kind == "group":
+        return same(ours[0], answer)
+    if answer_kind == "group":
+        return same(gold, theirs[0])
+    if gold_kind == "set" and len(ours) == 1 and answer_kind is None:
+        return same(ours[0], answer)
+    if answer_kind == "set" and len(theirs) == 1 and gold_kind is None:
+        return same(gold, theirs[0])
+    if gold_kind in ("list", "set") or answer_kind in ("list", "set"):
+        return _same_collections((gold_kind, ours), (answer_kind, theirs), same)
+    return _same_leaf(gold, answer)  # tuples, intervals and unions of them are math-verify's
 
 
 def _numbers(gold: str, answer: str) -> bool | None:
@@ -592,9 +581,8 @@ def _replaced(text: str, sign: str, by: str) -> str:
 def _same_collections(gold: tuple[str | None, list[str]], answer: tuple[str | None, list[str]], same: Equal) -> bool:
     (gold_kind, ours), (answer_kind, theirs) = gold, answer
     if gold_kind == "()" and answer_kind == "list":
-        return _in_order(ours, theirs, same)
+        return len(ours) == len(theirs) and all(map(same, ours, theirs))
     if gold_kind in ("list", "set") and answer_kind in ("list", "set"):
-        ours, theirs = _spread(ours), _spread(theirs)
         if len(ours) != len(theirs):
             # A list in which one stands twice, such as of roots, has each as often as it says.
             once = _distinct(ours, same)
@@ -611,19 +599,6 @@ def _distinct(members: list[str], same: Equal) -> list[str]:
         if not any(same(other, member) for other in kept):
             kept.append(member)
     return kept
-
-
-def _spread(members: list[str]) -> list[str]:
-    """Return members with `a ± b` as two."""
-    spread = []
-    for member in members:
-        kind, both = _container(member)
-        spread.extend(both if kind == "list" else [member])
-    return spread
-
-
-def _in_order(ours: list[str], theirs: list[str], same: Equal) -> bool:
-    return len(ours) == len(theirs) and all(map(same, ours, theirs))
 
 
 def _any_order(ours: list[str], theirs: list[str], same: Equal) -> bool:

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from lit_qrl.data.tasks.countdown import Countdown, problem_key, read_problems
+from lit_qrl.data.tasks.countdown import Countdown, problem_key
 from lit_qrl.data.tasks.generated import key_hash
 from lit_qrl.errors import ConfigError
 from lit_qrl.rewards.base import Sample
@@ -33,7 +33,7 @@ def test_rows_are_solvable_distinct_and_disjoint(settings):
 
 
 def test_public_test_problems_are_never_drawn():
-    public = keys(read_problems(str(PUBLIC)))
+    public = keys(Countdown().read(str(PUBLIC)))
     assert len(public) == 40
     task = Countdown(max_number=100, max_target=100, train_size=3000)
     known = Countdown.public_tests.read_text().split()
@@ -100,9 +100,9 @@ def test_too_small_a_space_is_an_error_with_a_remedy():
 
 
 def test_bad_files_are_named(tmp_path):
-    with pytest.raises(ConfigError, match="missing"):
+    with pytest.raises(ConfigError, match="does not exist"):
         Countdown(exclude=[str(tmp_path / "none.jsonl")]).setup()
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"input": "1,2,3", "output": "6"}\n{"question": "?"}\n')
-    with pytest.raises(ConfigError, match=r"Line 2 of .*bad\.jsonl"):
+    with pytest.raises(ConfigError, match=r"Row 2 of .*bad\.jsonl.*not a problem of Countdown"):
         Countdown(exclude=[str(bad)]).setup()

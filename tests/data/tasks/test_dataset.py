@@ -155,10 +155,8 @@ def test_row_filter(tmp_path):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"prompt_column": "problem"}, r"no column 'problem'.*question, answer"),
         ({"answer_column": "anwser"}, r"no column 'anwser'.*Did you mean 'answer'"),
         ({"evaluation_size": 20}, r"leaves none to train on.*below its 20 rows"),
-        ({"evaluation_path": "nowhere.jsonl"}, "does not exist"),
     ],
 )
 def test_what_setup_refuses(path, options, message):
@@ -238,30 +236,10 @@ def test_the_last_assistant_turn_of_messages_is_the_answer(tmp_path):
         ready(made, "messages")
 
 
-@pytest.mark.parametrize(
-    ("row", "options", "message"),
-    [
-        ({"prompt": [], "answer": "1"}, {}, r"Row 2 of .*, column 'prompt', is an empty list"),
-        ({"prompt": [ANSWER], "answer": "1"}, {}, r"Row 2 of .* has no user turn"),
-        (
-            {"prompt": [{"role": "bot", "content": "x"}], "answer": "1"},
-            {},
-            r"Turn 1 of row 2 of .* unknown role.*'bot'",
-        ),
-        ({"prompt": [USER, ANSWER, ANSWER], "answer": "1"}, {}, r"Row 2 of .* ends with nothing to answer"),
-        (
-            {"prompt": [USER], "answer": "1"},
-            {"answer_column": "prompt"},
-            r"Row 2 of .*no answer.*turn of role user",
-        ),
-        ({"prompt": [USER, ANSWER]}, {"chat": False, "answer_column": "prompt"}, r"Row 1 of .*but chat: false poses"),
-    ],
-)
-def test_conversations_that_cannot_be_posed_are_refused_with_their_row(tmp_path, row, options, message):
-    good = {"prompt": [USER, ANSWER], "answer": "2"}
-    task = DatasetTask(chats(tmp_path / "a.jsonl", good, row), "prompt", **options)
-    with pytest.raises(ConfigError, match=message):
-        task.setup()
+def test_a_conversation_that_ends_with_an_answer_to_an_answer_is_refused_with_its_row(tmp_path):
+    rows_ = [{"prompt": [USER, *answers], "answer": "2"} for answers in ([ANSWER], [ANSWER, ANSWER])]
+    with pytest.raises(ConfigError, match=r"Row 2 of .* ends with nothing to answer"):
+        ready(chats(tmp_path / "a.jsonl", *rows_), "prompt")
 
 
 def test_a_set_that_is_only_evaluated_on_has_no_training_rows(path):

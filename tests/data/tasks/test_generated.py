@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from lit_qrl.data.tasks import Countdown, Sudoku
+from lit_qrl.data.tasks import Countdown, PrefixSum, Sudoku
 from lit_qrl.data.tasks.generated import is_held_out, key_hash
 from lit_qrl.errors import ConfigError
 
@@ -18,7 +18,7 @@ DRAWN = [
 ]
 
 
-@pytest.fixture(params=[Countdown, Sudoku])
+@pytest.fixture(params=[Countdown, Sudoku, PrefixSum])
 def kind(request):
     return request.param
 

@@ -6,7 +6,7 @@ import pytest
 from lit_qrl.data.sources import read_rows
 from lit_qrl.data.tasks import Sudoku
 from lit_qrl.data.tasks.generated import key_hash
-from lit_qrl.data.tasks.sudoku import read_puzzles, solutions, solved_grids
+from lit_qrl.data.tasks.sudoku import solutions, solved_grids
 from lit_qrl.errors import ConfigError
 from lit_qrl.rewards import Sample, score_all
 from lit_qrl.rewards.puzzles import is_solved
@@ -103,8 +103,8 @@ def test_too_few_puzzles():
 )
 def test_a_row_that_is_no_puzzle(tmp_path, line):
     (tmp_path / "a.csv").write_text(f"Puzzle,Solution\n{line}\n")
-    with pytest.raises(ConfigError, match=r"Row 1 of .*not a 4x4 Sudoku"):
-        read_puzzles(str(tmp_path / "a.csv"))
+    with pytest.raises(ConfigError, match=r"Row 1 of .*not a problem of Sudoku"):
+        Sudoku().read(str(tmp_path / "a.csv"))
 
 
 def test_clues_are_spread_over_the_grid():

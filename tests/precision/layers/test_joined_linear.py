@@ -83,27 +83,3 @@ def test_weights_are_laid_together_where_keys_and_values_are_few():
     assert layers(8, 2, 2).whole
     assert not layers(8, 8, 8).whole
     assert not layers(16, 16).whole
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("sizes", [(1536, 256, 256), (8960, 8960)])
-def test_gradients_on_the_device_are_those_of_the_layers_one_by_one(sizes, bias):
-    torch.manual_seed(0)
-    layers = [JoinedLinear(1536, size, bias=bias).cuda().bfloat16() for size in sizes]
-    group = joined_linear._Plain(layers)
-    x = torch.randn(1, 2300, 1536, device="cuda", dtype=torch.bfloat16)
-    grads = [torch.randn(1, 2300, size, device="cuda", dtype=torch.bfloat16) for size in sizes]
-    found = []
-    for together in (None, group):
-        assert group.takes(x)
-        own = x.clone().requires_grad_()
-        read = own * 1.0
-        for layer in layers:
-            layer.zero_grad()
-            layer.together = together
-        out = [layer(read) for layer in layers]
-        torch.autograd.backward(out, grads)
-        found.append([*out, own.grad, *(p.grad for layer in layers for p in layer.parameters())])
-    for made, expected in zip(*found, strict=True):
-        assert (made - expected).norm() <= 0.01 * expected.norm()

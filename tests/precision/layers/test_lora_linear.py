@@ -167,12 +167,8 @@ def test_disabled_merged_and_doubled_adapters_go_pefts_way():
         model.base_model.set_adapter("default")
         model.merge_adapter()
     assert torch.equal(plain(x), swapped(x))
-
-
-def test_without_autocast_an_input_of_another_dtype_goes_pefts_way():
-    plain, swapped = blocks(packed=True, dtype=torch.bfloat16)
-    x = torch.randn(2, 5, 32).bfloat16()
-    assert torch.equal(plain(x), swapped(x))
+    plain, swapped = blocks(packed=True, dtype=torch.bfloat16)  # of another dtype than the input, without autocast
+    assert torch.equal(plain(x.bfloat16()), swapped(x.bfloat16()))
 
 
 def test_names_and_copies():
@@ -204,23 +200,14 @@ def test_operations_of_one_layer():
 # ------------------------------------------------------------------------------------ half precision around the factors
 
 
-def test_factors_stay_in_fp32_when_the_model_becomes_bf16():
-    _, model = blocks()
+def test_factors_stay_in_fp32_when_the_model_becomes_bf16_and_are_lowered_for_the_product():
+    plain, model = blocks()
     factors = {name: p.detach().clone() for name, p in model.named_parameters() if "lora_" in name}
-    convert = keep_factors(model, lambda tensor: tensor.bfloat16())
-    model._apply(convert)
+    model._apply(keep_factors(model, lambda tensor: tensor.bfloat16()))
     for name, parameter in model.named_parameters():
         assert parameter.dtype == (torch.float32 if name in factors else torch.bfloat16), name
     assert all(torch.equal(model.get_parameter(name), value) for name, value in factors.items())
-    moved = keep_factors(model, lambda tensor: tensor.double())  # more bits are no rounding
-    assert {p.dtype for p in model._apply(moved).parameters()} == {torch.float64}
-
-
-def test_factors_in_fp32_are_lowered_for_the_product_and_get_gradients_in_fp32():
-    plain, model = blocks()
-    model._apply(keep_factors(model, lambda tensor: tensor.bfloat16()))
-    x = torch.randn(6, 32).bfloat16()
-    products = []
+    x, products = torch.randn(6, 32).bfloat16(), []
     layer = model.base_model.model.up_proj
     layer._lowered = lambda *args: products.append(args[2]) or LoRALinear._lowered(layer, *args)
     found = run(model, x)
@@ -231,6 +218,8 @@ def test_factors_in_fp32_are_lowered_for_the_product_and_get_gradients_in_fp32()
         if "lora_" in name:
             assert value.dtype == torch.float32
         assert float((value.double() - exact[name]).norm() / exact[name].norm()) < 0.02, name
+    moved = keep_factors(model, lambda tensor: tensor.double())  # more bits are no rounding
+    assert {p.dtype for p in model._apply(moved).parameters()} == {torch.float64}
 
 
 def adamw(named):

@@ -97,20 +97,26 @@ def stand_in(monkeypatch):
 def run(model, tokens):
     logits = model(input_ids=tokens, use_cache=False).logits
     logits.float().logsumexp(-1).square().mean().backward()
-    return logits, {name: p.grad.clone() for name, p in model.named_parameters()}
+    return logits, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def test_the_modules_keep_names_and_numbers_without_the_kernels():
+@pytest.mark.parametrize("quantized", [False, True])
+def test_the_modules_keep_names_and_numbers_without_the_kernels(quantized):
     plain, model = wide(), wide()
     keys = list(model.state_dict())
-    plugin = UnifiedFP8("emulate", fuse=True)
+    assert take_one_pass(model, "auto") == take_one_pass(model, False) == []
     for _ in range(2):  # the second changes nothing
-        plugin.convert_module(model)
-        UnifiedFP8("emulate").convert_module(plain)
+        if quantized:
+            plugin = UnifiedFP8("emulate", fuse=True)
+            plugin.convert_module(model)
+            assert sorted(plugin.layers(model)) == sorted(LINEARS)
+            UnifiedFP8("emulate").convert_module(plain)
+        else:
+            take_one_pass(model, True)
         assert list(model.state_dict()) == keys
-        assert len([m for m in model.modules() if isinstance(m, OnePassRMSNorm)]) == 4
+        norms = [m for m in model.modules() if isinstance(m, OnePassRMSNorm)]
+        assert len(norms) == (4 if quantized else 5)
         assert len([m for m in model.modules() if isinstance(m, OnePassGatedMLP)]) == 2
-    assert sorted(plugin.layers(model)) == sorted(LINEARS)
     tokens = torch.arange(12).view(2, 6)
     (logits, gradients), (expected, others) = run(model, tokens), run(plain, tokens)
     assert torch.equal(logits, expected)
@@ -269,29 +275,13 @@ def test_plain_blocks_take_one_kernel_each_and_keep_their_numbers(kernels):
         one.model.layers[0].input_layernorm.weight.requires_grad_(False)
         one.model.norm.weight.requires_grad_(False)
     tokens = torch.arange(12).view(2, 6)
-    results = []
-    for one in (plain, model):
-        logits = one(input_ids=tokens, use_cache=False).logits
-        logits.float().logsumexp(-1).square().mean().backward()
-        results.append((logits, {name: p.grad for name, p in one.named_parameters() if p.grad is not None}))
-    (expected, others), (logits, gradients) = results
+    (expected, others), (logits, gradients) = run(plain, tokens), run(model, tokens)
     assert torch.equal(logits, expected)
     assert [made for made, _ in kernels].count("norm") == 5
     assert [o.get("other") is not None for _, o in kernels].count(True) == 2
     assert gradients.keys() == others.keys()
     for name, gradient in others.items():
         assert torch.allclose(gradients[name], gradient, rtol=1e-3, atol=1e-6), name
-
-
-def test_plain_blocks_without_the_kernels_are_the_plain_modules():
-    plain, model = wide(), wide()
-    assert take_one_pass(model, "auto") == []
-    assert take_one_pass(model, False) == []
-    take_one_pass(model, True)
-    tokens = torch.arange(12).view(2, 6)
-    (logits, gradients), (expected, others) = run(model, tokens), run(plain, tokens)
-    assert torch.equal(logits, expected)
-    assert all(torch.equal(gradients[name], others[name]) for name in others)
 
 
 def test_plain_blocks_stand_under_an_adapter_and_over_weights_that_are_drawn_later(tmp_path):

@@ -5,11 +5,10 @@ import torch
 
 from lit_qrl.network.hidden import recomputation
 from lit_qrl.network.padding_free import enable_padding_free
-from lit_qrl.policy import CausalPolicy
 from lit_qrl.precision.layers import joined_linear
 from lit_qrl.precision.layers.one_pass import OnePassRMSNorm, take_one_pass
 from lit_qrl.precision.layers.residual import ResidualLayer, join_layers, join_residuals
-from tests.network.test_padding_free import groups
+from tests.network.test_padding_free import groups, policy_of
 from tests.networks import build_network
 from tests.precision.layers.test_one_pass import run, stand_in, wide
 
@@ -79,7 +78,7 @@ def test_products_keep_what_a_norm_s_output_is_made_of_instead_of_it(monkeypatch
     hooks = [m.register_forward_hook(lambda m, a, out: outputs.append(out[0])) for m in norms_of(model)]
     model(input_ids=TOKENS, use_cache=False)
     outputs[0].mul_(1.0)  # written to: it is what is read, not what it was made of
-    assert getattr(outputs[0], "_lit_qrl_recipe").version != outputs[0]._version  # noqa: B009
+    assert joined_linear._RECIPES[outputs[0]].version != outputs[0]._version
     for hook in hooks:
         hook.remove()
 
@@ -89,10 +88,7 @@ def norms_of(model):
 
 
 def of_policy(network, batch, weights):
-    policy = CausalPolicy.__new__(CausalPolicy)
-    torch.nn.Module.__init__(policy)
-    policy.lora, policy._scoring_with_reference, policy.model = None, False, network
-    policy.dropout, policy.head_dtype, policy.batch_invariant = False, None, False
+    policy = policy_of(network)
     for _ in range(2):  # the second adds to gradients that are there
         scores = policy(batch, 0.9)
         (scores.logprobs * weights).sum().backward()

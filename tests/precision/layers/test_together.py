@@ -58,10 +58,10 @@ def products(layer, x, leaves=LEAVES):
     out = {leaf: getattr(layer, leaf)(read) for leaf in leaves}
     torch.manual_seed(1)
     sum(
-        (one * torch.randn(layer.get_submodule(leaf).out_features)).sum() for leaf, one in sorted(out.items())
+        (one * torch.randn(layer.get_submodule(leaf).out_features).to(one)).sum() for leaf, one in sorted(out.items())
     ).backward()
     gradients = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
-    return read, {**out, **gradients, "x": own.grad}
+    return {**out, **gradients, "x": own.grad}
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -76,13 +76,13 @@ def test_outputs_and_gradients_are_those_of_the_layers_one_by_one(name, bias, on
     kind = type(layer.q_proj.together)
     compute = kind.compute
     monkeypatch.setattr(kind, "compute", lambda self, *given: calls.append(1) or compute(self, *given))
-    read, made = products(layer, x, LEAVES[::-1])
+    made = products(layer, x, LEAVES[::-1])
     assert calls == [1]
-    assert not hasattr(read, together._OUTPUTS)
+    assert layer.q_proj.together._waiting is None
     alone, _ = converted(name, plain)
     for leaf in LEAVES:
         getattr(alone, leaf).together = None
-    _, expected = products(alone, x)
+    expected = products(alone, x)
     assert made.keys() == expected.keys()
     for key, one in expected.items():
         torch.testing.assert_close(made[key], one, atol=1e-4, rtol=1e-4, msg=key)
@@ -167,14 +167,10 @@ def test_only_layers_that_share_no_scale_are_joined(plugin, outputs, fits):
     QATAligned(plugin).convert_module(network)
     assert (network[0].q_proj.together is not None) is fits
     assert not fits or not network[0].q_proj.together.takes(torch.randn(4, 256))  # a CPU multiplies no codes
-
-
-def test_layers_of_families_that_are_not_known_are_not_joined():
-    network = nn.Sequential(Attention())
-    QATAligned("fp8_row").convert_module(network)
-    assert network[0].q_proj.together is None
-    assert together.reading_alike(SimpleNamespace(config=SimpleNamespace(model_type="gemma3n")), LEAVES) == []
-    assert together.reading_alike(decoder(Attention()), LEAVES[:2]) == []  # something else is in the third's place
+    unknown = nn.Sequential(Attention(outputs=outputs))  # of no family
+    QATAligned(plugin).convert_module(unknown)
+    assert unknown[0].q_proj.together is None
+    assert together.reading_alike(network, LEAVES[:2]) == []  # something else is in the third's place
 
 
 def test_what_must_not_depend_on_the_batch_is_multiplied_one_by_one():
@@ -213,15 +209,10 @@ def test_outputs_on_the_device_have_the_bits_of_the_layers_one_by_one(name):
         if not joined:
             for leaf in layer.children():
                 leaf.together = None
-        own = x.clone().requires_grad_()
-        read = own * 1.0
-        out = {leaf: getattr(layer, leaf)(read) for leaf in LEAVES}
-        generator = torch.Generator("cuda").manual_seed(1)
-        weights = {leaf: torch.randn(one.shape, generator=generator, device="cuda") for leaf, one in out.items()}
-        sum((one * weights[leaf]).sum() for leaf, one in out.items()).backward()
-        found.append((out, {n: p.grad for n, p in layer.named_parameters()} | {"x": own.grad}))
-    (out, made), (expected, theirs) = found
-    for leaf in LEAVES:
-        assert torch.equal(out[leaf], expected[leaf]), leaf
-    for key, gradient in theirs.items():
-        assert (made[key] - gradient).norm() <= 0.02 * gradient.norm(), key
+        found.append(products(layer, x))
+    made, expected = found
+    for key, one in expected.items():
+        if key in LEAVES:
+            assert torch.equal(made[key], one), key
+        else:
+            assert (made[key] - one).norm() <= 0.02 * one.norm(), key

@@ -25,24 +25,29 @@ def hopper(monkeypatch):
     monkeypatch.setattr(sampler_kernels, "_capability", lambda: (9, 0))
 
 
+W4A8 = Int4Group(activations="fp8")
+
+
 @pytest.mark.parametrize(
-    ("kernel", "format", "shape", "dtype", "reason"),
+    ("kernel", "format", "shape", "dtype", "capability", "reason"),
     [
-        (CutlassW4A8, Int4Group(activations="fp8"), (128, 256), HALF, None),
-        (CutlassW4A8, Int4Group(64, activations="fp8"), (128, 256), HALF, "groups"),
-        (CutlassW4A8, Int4Group(), (128, 256), HALF, "under FP8 activations"),
-        (CutlassW4A8, Int4Group(activations="int8"), (128, 256), HALF, "under FP8 activations"),
-        (CutlassW4A8, Int4Group(activations="fp8"), (128, 256), torch.float16, "bf16"),
+        (CutlassW4A8, W4A8, (128, 256), HALF, (9, 0), None),
+        (CutlassW4A8, Int4Group(64, activations="fp8"), (128, 256), HALF, (9, 0), "groups"),
+        (CutlassW4A8, Int4Group(), (128, 256), HALF, (9, 0), "under FP8 activations"),
+        (CutlassW4A8, Int4Group(activations="int8"), (128, 256), HALF, (9, 0), "under FP8 activations"),
+        (CutlassW4A8, W4A8, (128, 256), torch.float16, (9, 0), "bf16"),
+        (CutlassW4A8, W4A8, (256, 128), HALF, (8, 9), "9.0"),
+        (CutlassFP8Row, FP8Row(), (64, 64), HALF, (9, 0), None),
+        (CutlassFP8Row, Int4Group(), (64, 64), HALF, (9, 0), "this kernel multiplies fp8_row weights"),
+        (CutlassFP8Row, FP8Row(), (64, 64), HALF, (8, 9), "9.0"),
+        (CutlassFP8Row, FP8Row(), (64, 64), torch.float32, (9, 0), "bf16"),
+        (CutlassFP8Row, FP8Row(), (64, 72), HALF, (9, 0), "16"),
     ],
 )
-def test_a_kernel_says_what_it_cannot_multiply(kernel, format, shape, dtype, reason):
+def test_a_kernel_says_what_it_cannot_multiply(kernel, format, shape, dtype, capability, reason, monkeypatch):
+    monkeypatch.setattr(sampler_kernels, "_capability", lambda: capability)
     said = kernel().missing(format, shape, dtype)
     assert said is None if reason is None else reason in said
-
-
-def test_older_devices_have_no_w4a8(monkeypatch):
-    monkeypatch.setattr(sampler_kernels, "_capability", lambda: (8, 9))
-    assert "9.0" in CutlassW4A8().missing(Int4Group(activations="fp8"), (256, 128), HALF)
 
 
 def test_rows_of_fp8_are_quantized_once_for_all_layers_that_read_them(monkeypatch):
@@ -70,11 +75,8 @@ def test_rows_of_fp8_are_quantized_once_for_all_layers_that_read_them(monkeypatc
         expected = format.apply(x, format.prepare(q, torch.bfloat16), bias)
         torch.testing.assert_close(kernel.apply(x, kernel.prepare(q, torch.bfloat16), bias), expected)
     assert made == [(6, 64)]
-    kernel.multiply(x.view(6, 64), kernel.prepare(q, torch.bfloat16), None)
-    assert len(made) == 2
 
 
-CPU = torch.device("cpu")
 LOW = Int4Group(32, activations="int8")
 
 
@@ -93,7 +95,7 @@ class Fake(SamplerKernel):
         self.packed += 1
         return q.format.dequantize(q, dtype) * 2
 
-    def multiply(self, x, weight, bias):
+    def apply(self, x, weight, bias):
         out = x @ weight.t()
         return out if bias is None else out + bias
 
@@ -121,19 +123,11 @@ def test_an_unknown_kernel_is_refused(plugin, kernel):
         plugin("int4_group", kernel=kernel)
 
 
-def test_weights_alone_are_multiplied_out_also_with_vllm_as_the_sampler(fake):
-    model, plugin = sequential(128, 64), QATAligned(Int4Group(32))
+@pytest.mark.parametrize(("format", "sampler"), [(Int4Group(32), "vllm"), (LOW, "torch")])
+def test_weights_alone_and_those_of_another_sampler_are_multiplied_out(format, sampler, fake):
+    model, plugin = sequential(128, 64), QATAligned(format)
     plugin.convert_module(model)
-    plugin.choice.sampler = "vllm"
-    x = torch.randn(3, 128)
-    assert torch.equal(model(x), plugin.format.linear(x, plugin.format.quantize(model[0].weight), model[0].bias))
-    assert fake.packed == 0
-
-
-def test_without_vllm_as_the_sampler_the_weight_is_multiplied_out(fake):
-    model = sequential(128, 64)
-    plugin = QATAligned(LOW)
-    plugin.convert_module(model)
+    plugin.choice.sampler = sampler
     x = torch.randn(3, 128)
     assert torch.equal(model(x), plugin.format.linear(x, plugin.format.quantize(model[0].weight), model[0].bias))
     assert fake.packed == 0
@@ -189,7 +183,7 @@ def test_the_engine_of_the_run_says_whose_kernels_the_sampler_takes(fake, tmp_pa
 
 
 def test_nothing_runs_on_a_cpu_whatever_is_installed():
-    assert "CUDA" in choose(FP8Row(), (128, 128), torch.bfloat16, CPU)
+    assert "on cpu" in choose(FP8Row(), (128, 128), torch.bfloat16, torch.device("cpu"))
 
 
 def test_where_bits_must_agree_a_layer_without_the_samplers_kernel_is_refused_by_name(fake):
@@ -198,25 +192,3 @@ def test_where_bits_must_agree_a_layer_without_the_samplers_kernel_is_refused_by
     assert choice.pick("up", (64, 64), torch.randn(1, 64)) is fake
     with pytest.raises(ConfigError, match=r"down \(64, 65\).*in units of 64.*Given: fp8_row, multiplied out"):
         choice.pick("down", (64, 65), torch.randn(1, 65))
-
-
-def test_the_fp8_kernel_of_the_sampler_says_what_it_lacks():
-    kernel = CutlassFP8Row()
-    assert kernel.missing(Int4Group(), (64, 64), torch.bfloat16) == "this kernel multiplies fp8_row weights"
-    if not torch.cuda.is_available():
-        assert "on cpu" in str(choose(FP8Row(), (64, 64), torch.bfloat16, CPU))
-
-
-@pytest.mark.parametrize(
-    ("capability", "dtype", "shape", "reason"),
-    [
-        ((8, 9), torch.bfloat16, (64, 64), "9.0"),
-        ((9, 0), torch.float32, (64, 64), "bf16"),
-        ((9, 0), torch.bfloat16, (64, 72), "16"),
-    ],
-)
-def test_the_fp8_kernel_is_for_some_gpus_dtypes_and_shapes(monkeypatch, capability, dtype, shape, reason):
-    monkeypatch.setattr("lit_qrl.precision.vllm_kernels.kernels._capability", lambda: capability)
-    assert reason in str(CutlassFP8Row().missing(FP8Row(), shape, dtype))
-    monkeypatch.setattr("lit_qrl.precision.vllm_kernels.kernels._capability", lambda: (9, 0))
-    assert CutlassFP8Row().missing(FP8Row(), (64, 64), torch.bfloat16) is None

@@ -60,13 +60,6 @@ def test_gold_answers_of_math500_are_right_within_their_solutions(reward):
     assert reward([Sample(row["problem"], row["solution"], row["solution"]) for row in problems]) == scores
 
 
-def test_altered_answers_of_math500_are_wrong(reward):
-    golds = [row["answer"] for row in rows("math500")]
-    for form in ("{}7", "{} + 1", "({}, 1)", "{}, 3141"):
-        scores = reward(samples([(gold, form.format(gold)) for gold in golds]))
-        assert [gold for gold, score in zip(golds, scores, strict=True) if score] == []
-
-
 def test_pairs_are_judged_alike_in_workers(reward):
     lines = Path(__file__).with_name("math_pairs.jsonl").read_text("utf-8").splitlines()
     pairs = [json.loads(line) for line in lines[::4]]

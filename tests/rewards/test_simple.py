@@ -1,6 +1,9 @@
 import pytest
 
-from lit_qrl.rewards import ExactMatchReward, Sample
+from lit_qrl.errors import ConfigError
+from lit_qrl.rewards import ConstantReward, ExactMatchReward, Sample
+from lit_qrl.rewards.simple import EpisodeReward
+from lit_qrl.types import Episode
 
 
 @pytest.mark.parametrize(
@@ -38,3 +41,21 @@ def test_a_row_without_an_answer_cannot_be_scored(reference):
     reward = ExactMatchReward()
     assert reward.unscorable(Sample("", "", reference=reference)) == "its reference is empty"
     assert reward.unscorable(Sample("", "", reference=0)) is None
+
+
+def test_every_completion_scores_the_same():
+    reward = ConstantReward(0.7, weight=2.0)
+    assert reward([Sample("", str(i)) for i in range(3)]) == [0.7] * 3
+    assert reward([]) == []
+    assert (reward.weight, reward.name) == (2.0, "constant")
+
+
+def test_the_score_is_the_environments_and_a_failed_one_is_left_out():
+    scores = [0.25, None, 1.0]
+    samples = [Sample("", "", episode=Episode(score=score, ended="done", turns=1)) for score in scores]
+    assert EpisodeReward()(samples) == scores
+
+
+def test_a_task_without_an_environment_is_named():
+    with pytest.raises(ConfigError, match="EpisodeReward needs a task with an environment"):
+        EpisodeReward()([Sample("1+1=", "2")])
