@@ -94,7 +94,7 @@ class Int4Group(NumberFormat):
 
     def dequantize(self, q: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
         assert q.scales is not None
-        made = dispatch.int4_values(q.codes, q.scales, self.group_size, dtype)
+        made = dispatch.packed_values(q.codes, q.scales, self.group_size, "INT4", q.shape, dtype)
         if made is not None:
             return made
         codes = unpack_int4(q.codes).float().unflatten(-1, (-1, self.group_size))

@@ -189,15 +189,6 @@ def combine(
         metrics.update(correction.metrics)
     factors = [correction.weights.detach() for correction in corrections if correction.weights is not None]
     keeps = [correction.keep for correction in corrections if correction.keep is not None]
-    weights, keep, figures = _combined(mask, factors, keeps, all_reduce=all_reduce)
-    metrics.update({f"correction/{name}": value for name, value in figures.items()})
-    return weights, keep, metrics
-
-
-def _combined(
-    mask: Tensor, factors: list[Tensor], keeps: list[Tensor], *, all_reduce: AllReduce
-) -> tuple[Tensor | None, Tensor | None, dict[str, Tensor]]:
-    figures: dict[str, Tensor] = {}
     if len(factors) > 2:
         factors = list(torch.stack(factors).sort(dim=0).values)
     weights = reduce(torch.mul, factors) if factors else None
@@ -211,14 +202,14 @@ def _combined(
         count, reweighted, total, first, second = all_reduce(torch.cat([tokens, sums])).unbind()
         n = count.clamp(min=1)
         variance = (second / n - (first / n).square()).clamp(min=0) * n / (n - 1).clamp(min=1)
-        figures["weight_mean"] = total / n
-        figures["weight_cv"] = torch.where(total > 0, variance.sqrt() / (total / n), 0.0)
-        figures["weight_max"] = all_reduce(inside.amax(), op="max")
-        figures["reweighted_tokens"] = reweighted / n
+        metrics["correction/weight_mean"] = total / n
+        metrics["correction/weight_cv"] = torch.where(total > 0, variance.sqrt() / (total / n), 0.0)
+        metrics["correction/weight_max"] = all_reduce(inside.amax(), op="max")
+        metrics["correction/reweighted_tokens"] = reweighted / n
     if keep is not None:
-        figures["rejected_tokens"] = share(mask, ~keep, all_reduce)
-        figures["rejected_sequences"] = share(mask.any(dim=1), ~(mask & keep).any(dim=1), all_reduce)
-    return weights, keep, figures
+        metrics["correction/rejected_tokens"] = share(mask, ~keep, all_reduce)
+        metrics["correction/rejected_sequences"] = share(mask.any(dim=1), ~(mask & keep).any(dim=1), all_reduce)
+    return weights, keep, metrics
 
 
 def check_combination(callbacks: Iterable[Callback], objective: Objective | None = None) -> None:

@@ -3,7 +3,7 @@ import torch
 
 from lit_qrl.callbacks.opsm import OffPolicySequenceMask
 from lit_qrl.errors import ConfigError
-from lit_qrl.functional.importance import opsm_keep
+from lit_qrl.functional.rejection import opsm_keep
 from tests.callbacks.corrections import context
 from tests.functional.helpers import no_host_sync
 
