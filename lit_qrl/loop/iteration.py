@@ -11,7 +11,7 @@ deal      each mini-batch is one optimizer step, cut into micro-batches that pad
 ========= =================================================================================== ==================
 
 The weights were published to the sampler before the first of these; what the objective makes of w, keep and A is the
-module's `training_step`. With one update per rollout the forward pass of that step is learner_old's: `scoring_of`
+module's `training_step`. With one update per rollout the forward pass of that step is learner_old's: `scored_when`
 says whether it is scored before, for what has to be known of the whole batch, or corrected there (`weigh_here`).
 """
 
@@ -25,7 +25,7 @@ import torch
 from lit_qrl.functional.advantage import differing
 from lit_qrl.loop.batching import assemble, concatenate, rows_of
 from lit_qrl.loop.contracts import Judging, Learner, PendingRollout, Problem, widest
-from lit_qrl.loop.correction import Scoring, correct, scoring_of
+from lit_qrl.loop.correction import ScoredWhen, correct, scored_when
 from lit_qrl.loop.generation import draw, drawn, tell_episodes, together
 from lit_qrl.loop.hooks import rl_callbacks
 from lit_qrl.loop.routing import scored_gates, scored_routes
@@ -171,7 +171,7 @@ def score(learner: Learner, rollout: RolloutBatch) -> RolloutBatch:
     """Return the rollout with learner_old's and the reference's log-probs, where needed, and advantages."""
     data, objective = learner.data, learner.objective
     chunks = data.budget.scoring_passes(learner, rollout)
-    if scoring_of(learner) is Scoring.BEFORE:
+    if scored_when(learner) is ScoredWhen.BEFORE:
         routes, rollout.router_logprobs = scored_routes(learner, rollout), scored_gates(learner, rollout)
         rollout.learner_old_logprobs = learner.score(rollout, chunks, routes)
         rollout.routed_experts = rollout.routed_experts if routes is None else routes
