@@ -124,8 +124,7 @@ class Int4Group(NumberFormat):
         if self.activations == "fp8":
             scale = activations.dynamic_scale(rows, -1, E4M3_MAX)
             return activations.e4m3_rounded(rows, scale), scale
-        scale = activations.dynamic_scale(rows, -1, activations.INT8_ACTIVATION_STEPS)
-        return activations.int8_rounded(rows, scale), scale
+        return activations.int8_rounded(rows)
 
     def export(self, q: QuantizedWeight, name: str) -> Iterator[tuple[str, Tensor]]:
         if self.activations == "int8":  # the engines' INT8 path reads one code per byte
