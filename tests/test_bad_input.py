@@ -477,8 +477,6 @@ KNOWN_BEFORE_A_MODEL = {
         callback("GeometricRejection", lower=1.2, upper=1.1),
         ["GeometricRejection", "lower 1.2, upper 1.1"],
     ),
-    "AIS clip below 1": (callback("AIS", clip=0.5), ["clip of AIS", "Given: 0.5"]),
-    "TIS clip below 1": (callback("TruncatedIS", upper=0.5), ["TruncatedIS", "upper >= 1", "Given: 0.5"]),
     "objective's clip": (
         ["--model.objective", "GRPO", "--model.objective.clip_low", 1.5],
         ["clip_low", "0 <= clip_low <= 1.0", "Given: 1.5"],
@@ -499,21 +497,9 @@ KNOWN_BEFORE_A_MODEL = {
         ["--config", CORRECTIONS / "ais.yaml", "--trainer.callbacks+=TruncatedIS"],
         ["AIS and TruncatedIS both multiply", "power 2", "Keep one"],
     ),
-    "AIS beside MIS": (
-        ["--config", CORRECTIONS / "ais.yaml", "--trainer.callbacks+=MaskedIS"],
-        ["AIS and MaskedIS", "power 2", "Keep one"],
-    ),
-    "TIS beside MIS": (
-        ["--config", CORRECTIONS / "tis.yaml", "--trainer.callbacks+=MaskedIS"],
-        ["TruncatedIS and MaskedIS", "power 2", "Keep one"],
-    ),
     "AIS beside TBPO": (
         ["--config", CORRECTIONS / "ais.yaml", "--model.objective", "TBPO"],
         ["AIS and TBPO", "power 2", "Keep one"],
-    ),
-    "TIS beside TBPO": (
-        ["--config", CORRECTIONS / "tis.yaml", "--model.objective", "TBPO"],
-        ["TruncatedIS and TBPO", "power 2", "Keep one"],
     ),
     "correction beside bypass": (
         ["--config", CORRECTIONS / "tis.yaml", "--model.objective", "GRPO", "--model.objective.old_logprobs", "bypass"],
