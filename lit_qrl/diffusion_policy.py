@@ -3,14 +3,12 @@
 from typing import Any, Literal
 
 import torch
-from peft import PeftConfig
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.functional.logprobs import token_logprobs
 from lit_qrl.network.denoising import Estimator, check_denoises, without_mask_token
 from lit_qrl.network.head import output_head
 from lit_qrl.policy import CausalPolicy, TokenScores
-from lit_qrl.precision.layers.one_pass import Fuse
 from lit_qrl.types import RolloutBatch
 
 
@@ -23,26 +21,12 @@ class DiffusionPolicy(CausalPolicy):
     them under the same masks.
 
     Args:
-        model: name on the hub, or a folder.
-        tokenizer: name or folder of the tokenizer; None takes the model's.
-        dtype: of the weights; `auto` is fp32 on a CPU, else the checkpoint's own.
-        lora: a PEFT config (`class_path: peft.LoraConfig`); None trains all weights.
-        gradient_checkpointing: compute layers' activations again in the backward pass: in all, in none, or (`auto`) in
-            those whose activations do not fit into the GPU's free memory; none on a CPU.
-        attn_implementation: `sdpa`, `eager`, …; None is the library's choice.
-        random_weights: build the model from its config alone, for benchmarks.
-        pad_token: padding token instead of the tokenizer's, which pads with its end token where it names none.
-        eos_token: end token instead of the tokenizer's, beside the model's own.
-        chat_template_args: further arguments of the tokenizer's chat template.
-        revision: branch, tag or commit on the hub.
-        fuse: norms and gated activations in one kernel each: `auto` where there is CUDA and Triton.
-        head_dtype: `fp32` computes logits, and their gradients, in fp32; `auto` in the dtype of the hidden states.
-        dropout: train with the rates of the model's config and of `lora_dropout`.
         estimate: `one_step` scores all tokens in one forward, from a completion of masks; `blocks` takes a forward for
             each of the engine's blocks, with those before it shown.
         block: positions of a block, for `blocks`; the engine's own.
         masks: masks of the prompt that an estimate is the mean over; each takes its forwards.
         prompt_masking: probability that a token of the prompt is masked in an estimate.
+        **kwargs: see `CausalPolicy`; without `packing`, `compile`, `trust_remote_code` and `reference`.
 
     Raises:
         ConfigError: for a causal model, one without a mask token, or a number out of range.
@@ -54,23 +38,11 @@ class DiffusionPolicy(CausalPolicy):
     def __init__(
         self,
         model: str,
-        tokenizer: str | None = None,
-        dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
-        lora: PeftConfig | None = None,
-        gradient_checkpointing: bool | Literal["auto"] = "auto",
-        attn_implementation: str | None = None,
-        random_weights: bool = False,
-        pad_token: str | None = None,
-        eos_token: str | None = None,
-        chat_template_args: dict[str, Any] | None = None,
-        revision: str | None = None,
-        fuse: Fuse = "auto",
-        head_dtype: Literal["auto", "fp32"] = "auto",
-        dropout: bool = False,
         estimate: Literal["one_step", "blocks"] = "one_step",
         block: int = 32,
         masks: int = 1,
         prompt_masking: float = 0.15,
+        **kwargs,
     ) -> None:
         ranges = (
             ("estimate", estimate in ("one_step", "blocks"), "one_step or blocks", estimate),
@@ -83,20 +55,11 @@ class DiffusionPolicy(CausalPolicy):
                 raise ConfigError(f"model.policy.{name} is out of range.", expected=expected, given=given)
         super().__init__(
             model,
-            tokenizer=tokenizer,
-            dtype=dtype,
-            lora=lora,
-            gradient_checkpointing=gradient_checkpointing,
-            attn_implementation=attn_implementation,
-            random_weights=random_weights,
-            pad_token=pad_token,
-            eos_token=eos_token,
-            chat_template_args=chat_template_args,
-            revision=revision,
             packing="never",  # rows laid end to end attend to what is before them
-            fuse=fuse,
-            head_dtype=head_dtype,
-            dropout=dropout,
+            trust_remote_code=False,
+            compile=False,
+            reference=None,
+            **kwargs,
         )
         self.estimator = Estimator(kind=estimate, block=block, masks=masks, prompt_masking=prompt_masking)
 

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 from lit_qrl.callbacks import AIS, RLCallback, TokenVeto
 from lit_qrl.cli.export import export
 from lit_qrl.cli.main import main
-from lit_qrl.functional import importance
 from lit_qrl.policy import CausalPolicy
 from lit_qrl.rewards import Reward
 from lit_qrl.rollout.embedded.engine import TransformersEngine
@@ -478,8 +477,6 @@ KNOWN_BEFORE_A_MODEL = {
         callback("GeometricRejection", lower=1.2, upper=1.1),
         ["GeometricRejection", "lower 1.2, upper 1.1"],
     ),
-    "AIS clip below 1": (callback("AIS", clip=0.5), ["clip of AIS", "Given: 0.5"]),
-    "TIS clip below 1": (callback("TruncatedIS", upper=0.5), ["TruncatedIS", "upper >= 1", "Given: 0.5"]),
     "objective's clip": (
         ["--model.objective", "GRPO", "--model.objective.clip_low", 1.5],
         ["clip_low", "0 <= clip_low <= 1.0", "Given: 1.5"],
@@ -500,21 +497,9 @@ KNOWN_BEFORE_A_MODEL = {
         ["--config", CORRECTIONS / "ais.yaml", "--trainer.callbacks+=TruncatedIS"],
         ["AIS and TruncatedIS both multiply", "power 2", "Keep one"],
     ),
-    "AIS beside MIS": (
-        ["--config", CORRECTIONS / "ais.yaml", "--trainer.callbacks+=MaskedIS"],
-        ["AIS and MaskedIS", "power 2", "Keep one"],
-    ),
-    "TIS beside MIS": (
-        ["--config", CORRECTIONS / "tis.yaml", "--trainer.callbacks+=MaskedIS"],
-        ["TruncatedIS and MaskedIS", "power 2", "Keep one"],
-    ),
     "AIS beside TBPO": (
         ["--config", CORRECTIONS / "ais.yaml", "--model.objective", "TBPO"],
         ["AIS and TBPO", "power 2", "Keep one"],
-    ),
-    "TIS beside TBPO": (
-        ["--config", CORRECTIONS / "tis.yaml", "--model.objective", "TBPO"],
-        ["TruncatedIS and TBPO", "power 2", "Keep one"],
     ),
     "correction beside bypass": (
         ["--config", CORRECTIONS / "tis.yaml", "--model.objective", "GRPO", "--model.objective.old_logprobs", "bypass"],
@@ -829,33 +814,6 @@ def test_a_checkpoint_of_the_same_model_is_taken(run, tmp_path, monkeypatch):
 def test_a_metric_that_early_stopping_does_not_find_is_one_paragraph(run):
     stopping = callback("lightning.pytorch.callbacks.EarlyStopping", monitor="reward/meen")
     refused(run(*stopping), "EarlyStopping watches a metric", "Given: reward/meen", "'reward/mean'", loaded=True)
-
-
-# ----------------------------------------------------------------------------------- empty completions of a sequence
-
-
-EMPTY = {
-    "token_truncated": {},
-    "sequence_truncated": {},
-    "geometric_truncated": {"upper": 2.0},
-    "sequence_masked": {"lower": 0.0, "upper": 2.0},
-    "geometric_masked": {"lower": 0.0, "upper": 2.0},
-    "geometric_keep": {"lower": None, "upper": 1.1},
-    "token_veto": {},
-}
-
-
-@pytest.mark.parametrize("name", EMPTY)
-def test_a_batch_without_any_token_column_is_refused(name):
-    with pytest.raises(ValueError, match=r"completions are empty.*Expected: at least one column.*Given: .*\(2, 0\)"):
-        getattr(importance, name)(torch.zeros(2, 0), torch.zeros(2, 0, dtype=torch.bool), **EMPTY[name])
-
-
-@pytest.mark.parametrize("name", EMPTY)
-def test_an_empty_completion_among_others_has_ratio_one(name):
-    mask = torch.tensor([[True, True], [False, False]])
-    result = getattr(importance, name)(torch.tensor([[0.3, -0.1], [0.0, 0.0]]), mask, **EMPTY[name])
-    assert torch.equal(result[1].to(torch.float32), torch.ones(2))
 
 
 def test_python_raises_what_the_command_line_prints():

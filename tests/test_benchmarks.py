@@ -30,9 +30,19 @@ def test_what_cannot_be_measured_is_one_sentence(arguments, words):
 
 
 @pytest.fixture
-def endurance(monkeypatch):
+def benchmark(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("endurance")
+    return importlib.import_module
+
+
+@pytest.fixture
+def endurance(benchmark):
+    return benchmark("endurance")
+
+
+@pytest.fixture
+def iteration(benchmark):
+    return benchmark("iteration")
 
 
 def test_endurance_reads_the_phase_from_the_stacks_of_all_threads(endurance):
@@ -62,12 +72,6 @@ def test_endurance_compares_memory_with_that_of_an_iteration(endurance):
     leak = {iteration: 1024 * (100 + iteration // 20) for iteration in range(300)}
     assert endurance.memory(flat, 100)["within"]
     assert not endurance.memory(leak, 100)["within"]
-
-
-@pytest.fixture
-def iteration(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("iteration")
 
 
 def test_iterations_count_from_the_third_on_and_of_a_run_that_was_cut_those_that_there_are(iteration):

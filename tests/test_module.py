@@ -17,7 +17,7 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.loop.evaluation import BOUNDS
 from lit_qrl.module import GRPOModule
 from lit_qrl.network import padding_free
-from lit_qrl.objective import DAPO, GRPO, GSPO, TBPO, DrGRPO
+from lit_qrl.objective import DAPO, GRPO, GSPO, DrGRPO
 from lit_qrl.policy import CausalPolicy
 from lit_qrl.precision import QATAligned
 from lit_qrl.rollout.embedded.engine import TransformersEngine
@@ -97,7 +97,11 @@ def test_the_learned_policy_is_the_same_bit_for_bit_when_the_run_is_repeated(tmp
     assert not torch.equal(first, parameters_of(start))
 
 
-@pytest.mark.parametrize("objective", [GRPO(scale="none"), DAPO(filter_zero_variance=False), DrGRPO(), GSPO()])
+SPLIT = [GRPO(scale="none"), DAPO(filter_zero_variance=False), DrGRPO(), GSPO()]
+SPLIT += [GRPO(reduction=reduction, mask_truncated=True) for reduction in ("sequence_sum", "token_sum")]
+
+
+@pytest.mark.parametrize("objective", SPLIT, ids=lambda one: f"{type(one).__name__}-{one.reduction}")
 def test_the_gradient_does_not_depend_on_the_split_into_micro_batches(tmp_path, objective):
     splits = [1, 2, 8]
     gradients = [
@@ -256,13 +260,6 @@ def test_kl_to_the_reference_and_lora_train(tmp_path):
         assert kl[-1] > 0, name
 
 
-def test_two_corrections_with_the_ratio_are_refused_by_name(tmp_path):
-    for callbacks, objective in (([AIS(), TruncatedIS()], None), ([AIS()], TBPO())):
-        trainer, module, data = build(tmp_path, callbacks=callbacks, objective=objective)
-        with pytest.raises(ConfigError, match="AIS and T"):
-            trainer.fit(module, datamodule=data)
-
-
 class Scored(RLCallback):
     """Scores every rollout with the published learner, with and without the ids that tokens were drawn among."""
 
@@ -305,30 +302,11 @@ def test_an_engine_that_does_not_say_what_it_kept_is_refused(tmp_path):
     assert module.policy.model is None
 
 
-def test_bad_sizes_are_refused_before_a_model_is_loaded(tmp_path):
-    cases = [
-        ({"group_size": 1}, GRPO(scale="none"), "group of one completion"),
-        ({"max_tokens_per_micro_batch": 100}, GRPO(), r"data\.micro_batches to 4"),
-    ]
-    for data, objective, words in cases:
-        trainer, module, loader = build(tmp_path, callbacks=[AIS()], objective=objective, data=data)
-        with pytest.raises(ConfigError, match=words):
-            trainer.fit(module, datamodule=loader)
-        assert module.policy.model is None
-
-
-@pytest.mark.parametrize("reduction", ["sequence_sum", "token_sum"])
-def test_sums_do_not_depend_on_the_split_either(tmp_path, reduction):
-    objective = GRPO(reduction=reduction, mask_truncated=True)
-    whole, split = (first_gradient(tmp_path / str(k), objective=objective, data={"micro_batches": k}) for k in (1, 4))
-    torch.testing.assert_close(split, whole, rtol=0, atol=1e-5 * float(whole.abs().max()))
-
-
-def test_without_a_baseline_groups_of_one_are_trained_on(tmp_path):
-    options = {"group_size": 1, "prompts_per_iteration": 8}
-    objective = GRPO(scale="whiten", baseline="none")
-    _, module, _ = fit(tmp_path, objective=objective, data=options, trainer={"max_epochs": 1})
-    assert torch.isfinite(parameters_of(module)).all()
+def test_tokens_without_micro_batches_by_tokens_are_refused_before_a_model_is_loaded(tmp_path):
+    trainer, module, loader = build(tmp_path, data={"max_tokens_per_micro_batch": 100})
+    with pytest.raises(ConfigError, match=r"data\.micro_batches to 4"):
+        trainer.fit(module, datamodule=loader)
+    assert module.policy.model is None
 
 
 class OwnBaseline(GRPO):
@@ -336,9 +314,10 @@ class OwnBaseline(GRPO):
         return rewards - 0.5
 
 
-def test_an_objective_with_a_baseline_of_its_own_takes_single_completions(tmp_path):
+@pytest.mark.parametrize("objective", [GRPO(scale="whiten", baseline="none"), OwnBaseline()])
+def test_without_a_baseline_of_groups_single_completions_are_trained_on(tmp_path, objective):
     options = {"group_size": 1, "prompts_per_iteration": 8}
-    _, module, _ = fit(tmp_path, objective=OwnBaseline(), data=options, trainer={"max_epochs": 1})
+    _, module, _ = fit(tmp_path, objective=objective, data=options, trainer={"max_epochs": 1})
     assert torch.isfinite(parameters_of(module)).all()
 
 

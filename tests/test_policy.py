@@ -1,5 +1,6 @@
 import copy
 import json
+import shutil
 
 import peft
 import pytest
@@ -149,15 +150,13 @@ def test_tokenizer_loads_before_the_weights(folder):
 
 
 def test_stop_tokens_include_the_generation_config(folder, tmp_path):
-    for file in folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 7]}))
     assert CausalPolicy(str(tmp_path)).stop_token_ids == (1, 7)
 
 
 def test_without_a_generation_config_the_config_says_what_ends(folder, tmp_path):
-    for file in folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": 0.5}))
     config = {**json.loads((folder / "config.json").read_text()), "eos_token_id": [9, 7]}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -246,28 +245,19 @@ def test_only_the_adapter_trains_and_the_base_is_the_reference(folder, policy):
     assert len(adapted.adapter_tensors()) == 12
 
 
-def test_an_adapter_on_the_output_embedding_is_refused(folder):
-    policy = CausalPolicy(str(folder), lora=peft.LoraConfig(r=2, target_modules=["lm_head"]))
-    with pytest.raises(ConfigError, match="output embedding"):
-        policy.configure()
-
-
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
-def test_an_adapter_that_unties_the_embeddings_is_refused(folder):
-    policy = CausalPolicy(str(folder), lora=peft.LoraConfig(**LORA, modules_to_save=["lm_head"]))
-    with pytest.raises(ConfigError, match="unties"):
-        policy.configure()
-
-
-def test_an_adapter_that_matches_nothing_is_refused(folder):
-    policy = CausalPolicy(str(folder), lora=peft.LoraConfig(r=2, target_modules=["nowhere"]))
-    with pytest.raises(ConfigError, match="does not fit"):
-        policy.configure()
-
-
-def test_prompt_learning_is_refused(folder):
-    with pytest.raises(ConfigError, match="prompt-learning"):
-        CausalPolicy(str(folder), lora=peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+@pytest.mark.parametrize(
+    ("lora", "words"),
+    [
+        (peft.LoraConfig(r=2, target_modules=["lm_head"]), "output embedding"),
+        (peft.LoraConfig(**LORA, modules_to_save=["lm_head"]), "unties"),
+        (peft.LoraConfig(r=2, target_modules=["nowhere"]), "does not fit"),
+        (peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2), "prompt-learning"),
+    ],
+)
+def test_an_adapter_that_cannot_be_trained_is_refused(folder, lora, words):
+    with pytest.raises(ConfigError, match=words):
+        CausalPolicy(str(folder), lora=lora).configure()
 
 
 def test_the_frozen_reference_stays_behind(folder):
@@ -398,8 +388,7 @@ def test_missing_folders_and_files(folder, tmp_path):
 
 
 def test_an_incomplete_checkpoint(folder, tmp_path):
-    for file in folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     weights = {name: tensor for name, tensor in build_network().state_dict().items() if "layers.1.mlp" not in name}
     weights.pop("lm_head.weight")
     from safetensors.torch import save_file

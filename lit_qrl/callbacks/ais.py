@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.functional._checks import check_ais, check_choice
-from lit_qrl.functional.adaptive import ais_oracle
-from lit_qrl.functional.importance import AISGate, ais_gate, ais_weights, log_ratio
+from lit_qrl.functional.adaptive import AISGate, ais_gate, ais_oracle, ais_weights
+from lit_qrl.functional.importance import log_ratio
 from lit_qrl.loop.hooks import RLCallback, trainer_all_reduce
 from lit_qrl.types import Correction, LossContext, RolloutBatch
 

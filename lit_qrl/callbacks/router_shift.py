@@ -5,7 +5,6 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.functional._checks import check_floor
 from lit_qrl.loop.hooks import RLCallback, rl_callbacks
 
 
@@ -23,7 +22,8 @@ class RouterShift(RLCallback):
     needs_learner_old = True
 
     def __init__(self, floor: float = 0.8) -> None:
-        check_floor(floor)
+        if not 0 < floor <= 1:
+            raise ConfigError("floor of RouterShift is the smallest ratio.", expected="a number in (0, 1]", given=floor)
         self.shift_floor = self.floor = floor
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:

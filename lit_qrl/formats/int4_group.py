@@ -94,7 +94,7 @@ class Int4Group(NumberFormat):
 
     def dequantize(self, q: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
         assert q.scales is not None
-        made = dispatch.int4_values(q.codes, q.scales, self.group_size, dtype)
+        made = dispatch.packed_values(q.codes, q.scales, self.group_size, "INT4", q.shape, dtype)
         if made is not None:
             return made
         codes = unpack_int4(q.codes).float().unflatten(-1, (-1, self.group_size))
@@ -124,8 +124,7 @@ class Int4Group(NumberFormat):
         if self.activations == "fp8":
             scale = activations.dynamic_scale(rows, -1, E4M3_MAX)
             return activations.e4m3_rounded(rows, scale), scale
-        scale = activations.dynamic_scale(rows, -1, activations.INT8_ACTIVATION_STEPS)
-        return activations.int8_rounded(rows, scale), scale
+        return activations.int8_rounded(rows)
 
     def export(self, q: QuantizedWeight, name: str) -> Iterator[tuple[str, Tensor]]:
         if self.activations == "int8":  # the engines' INT8 path reads one code per byte

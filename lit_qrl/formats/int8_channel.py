@@ -35,20 +35,14 @@ class Int8Channel(Scaled):
         return gemm.int8_gemm(device, shape)
 
     def multiply(self, x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-        rounded, token_scale = _rounded(x.reshape(-1, x.shape[-1]))
+        rounded, token_scale = activations.int8_rounded(x.reshape(-1, x.shape[-1]))
         product = gemm.int_mm(rounded.to(torch.int8), codes)
         return with_bias(product.float().mul_(token_scale).mul_(scale.view(1, -1)), bias, x.dtype)
 
     def emulate(self, rows: Tensor, weight: Tensor) -> Tensor:
-        rounded, token_scale = _rounded(rows)
+        rounded, token_scale = activations.int8_rounded(rows)
         return F.linear(rounded, weight).mul_(token_scale)
 
     def dequantized_input(self, x: Tensor) -> Tensor:
-        rounded, token_scale = _rounded(x.reshape(-1, x.shape[-1]))
+        rounded, token_scale = activations.int8_rounded(x.reshape(-1, x.shape[-1]))
         return rounded.mul_(token_scale).to(x.dtype).view(x.shape)
-
-
-def _rounded(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the integers of "m k", in fp32, and a scale per row."""
-    scale = activations.dynamic_scale(rows, -1, activations.INT8_ACTIVATION_STEPS)
-    return activations.int8_rounded(rows, scale), scale

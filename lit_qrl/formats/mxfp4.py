@@ -66,7 +66,7 @@ class MXFP4(NumberFormat):
 
     def dequantize(self, q: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
         assert q.scales is not None
-        made = dispatch.fp4_values(q.codes, q.scales, BLOCK, dtype)
+        made = dispatch.packed_values(q.codes, q.scales, BLOCK, "FP4", q.shape, dtype)
         if made is not None:
             return made
         scale = _power_of_two(q.scales.to(torch.int32) - _BIAS).masked_fill_(q.scales == _NAN, torch.nan)

@@ -79,7 +79,7 @@ class NF4(NumberFormat):
 
     def dequantize(self, q: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
         assert q.scales is not None
-        made = dispatch.nf4_values(q.codes, q.scales, BLOCK, q.shape, dtype, _table(q.codes.device))
+        made = dispatch.packed_values(q.codes, q.scales, BLOCK, "NF4", q.shape, dtype, table=_table(q.codes.device))
         if made is not None:
             return made
         flat = q.codes.flatten()

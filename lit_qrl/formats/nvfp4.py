@@ -116,7 +116,8 @@ class NVFP4(NumberFormat):
         """Return a weight, or those of a stack, one for each global scale."""
         assert q.scales is not None
         assert q.global_scale is not None
-        made = dispatch.fp4_values(q.codes, q.scales, BLOCK, dtype, q.global_scale)
+        shape = (*q.codes.shape[:-1], q.codes.shape[-1] * 2)
+        made = dispatch.packed_values(q.codes, q.scales, BLOCK, "FP4", shape, dtype, q.global_scale)
         if made is not None:
             return made
         scale = q.scales.float() / (q.global_scale.unsqueeze(-1) if q.codes.ndim > 2 else q.global_scale)

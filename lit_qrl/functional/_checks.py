@@ -126,19 +126,6 @@ def check_clamps(**clamps: float | None) -> None:
         _require(value is None or value > 0, said, f"{name} > 0, in nats", value, remedy)
 
 
-def check_floor(floor: float) -> None:
-    """Raise `ConfigError` for a floor that is no ratio."""
-    if not 0 < floor <= 1:
-        raise ConfigError("floor of RouterShift is the smallest ratio.", expected="a number in (0, 1]", given=floor)
-
-
-def check_reduction(reduction: str) -> None:
-    """Raise `ConfigError` for an unknown reduction."""
-    names = ("sequence", "token", "constant", "sequence_sum", "token_sum")
-    expected = "sequence, token, constant, sequence_sum or token_sum"
-    _require(reduction in names, "Unknown reduction of the loss.", expected, reduction, "Correct reduction.")
-
-
 def check_choice(name: str, value: object, *allowed: object) -> None:
     """Raise `ConfigError` unless the value of the key `name` is one of those allowed."""
     if value not in allowed:

@@ -1,11 +1,8 @@
-"""Starts Triton kernels."""
+"""Which Triton kernels a run has, and the sizes that launches are reckoned with."""
 
 import os
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import Any
-
-from torch import Tensor
 
 from lit_qrl.errors import ConfigError
 
@@ -66,33 +63,3 @@ def power_of_2(count: int) -> int:
     (2048, 64)
     """
     return 1 << (count - 1).bit_length()
-
-
-class Launch:
-    """A Triton kernel whose parameters are tensors, then numbers, then constants.
-
-    Args:
-        kernel: what `triton.jit` made.
-    """
-
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
-
-    def __call__(
-        self,
-        grid: tuple[int, ...],
-        tensors: tuple[Tensor, ...],
-        numbers: tuple[int | float, ...],
-        constants: tuple[Any, ...],
-        **options: Any,
-    ) -> None:
-        """Start the kernel on the current stream.
-
-        Args:
-            grid: programs along one to three dimensions.
-            tensors: of one device; the kernel's first arguments.
-            numbers: its next ones.
-            constants: its `tl.constexpr` arguments.
-            **options: of the compilation, such as `num_warps`.
-        """
-        self.kernel[grid](*tensors, *numbers, *constants, **options)

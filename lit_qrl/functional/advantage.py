@@ -1,11 +1,12 @@
 """Advantages from the rewards of groups of completions, and the shaping of rewards that comes before."""
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from lit_qrl.functional._checks import check_choice
 from lit_qrl.functional._statistics import as_float
 from lit_qrl.types import AllReduce, no_all_reduce
 
@@ -50,7 +51,8 @@ def group_advantages(
         all_reduce: makes the batch's standard deviation global over ranks.
 
     Raises:
-        ValueError: `group_size` below 2, or not a divisor of `b`; an unknown `scale` or `baseline`.
+        ValueError: `group_size` below 2, or not a divisor of `b`.
+        ConfigError: an unknown `scale` or `baseline`.
 
     >>> import torch
     >>> group_advantages(torch.tensor([1.0, 0.0, 3.0, 3.0]), 2, scale="none")
@@ -66,12 +68,8 @@ def group_advantages(
             f"The batch holds a part of a group. Expected: a multiple of group_size = {group_size}. "
             f"Given: {rewards.shape[0]} rewards. Pass whole groups."
         )
-    if scale not in ("group", "batch", "none"):
-        raise ValueError(f"Unknown scale of advantages. Expected: group, batch or none. Given: {scale}. Correct it.")
-    if baseline not in ("group", "leave_one_out", "none"):
-        raise ValueError(
-            f"Unknown baseline of advantages. Expected: group, leave_one_out or none. Given: {baseline}. Correct it."
-        )
+    check_choice("scale", scale, *get_args(Scale))
+    check_choice("baseline", baseline, *get_args(Baseline))
     groups = as_float(rewards).view(-1, group_size)
     given = ~groups.isnan()
     varied = differing(groups)[:, None]

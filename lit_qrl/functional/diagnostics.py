@@ -20,6 +20,12 @@ def _counts(index: Tensor, hit: Tensor, size: int, all_reduce: AllReduce) -> Ten
     return all_reduce(counts)
 
 
+def _means(index: Tensor, hit: Tensor, values: Tensor, size: int, all_reduce: AllReduce) -> tuple[Tensor, Tensor]:
+    """Return the mean of the values that are hit in each bin, and their number."""
+    count = _counts(index, hit, size, all_reduce)
+    return _counts(index, torch.where(hit, as_float(values), 0.0), size, all_reduce) / count.clamp(min=1), count
+
+
 def _bin(values: Tensor, low: float, high: float, bins: int) -> Tensor:
     """Return the bin of each value, the outer bins taking what lies beyond."""
     return ((values - low) * (bins / (high - low))).nan_to_num(0.0).floor().clamp(0, bins - 1).long()
@@ -117,10 +123,7 @@ def mean_by_position(
     """
     t = mask.shape[1]
     position = torch.arange(t, device=values.device) * bins // (length or t)
-    index = position.clamp(max=bins - 1).expand_as(mask)
-    count = _counts(index, mask, bins, all_reduce)
-    total = _counts(index, torch.where(mask, as_float(values), 0.0), bins, all_reduce)
-    return total / count.clamp(min=1), count
+    return _means(position.clamp(max=bins - 1).expand_as(mask), mask, values, bins, all_reduce)
 
 
 def mean_by_turn(
@@ -147,8 +150,7 @@ def mean_by_turn(
     """
     begins = mask & ~torch.nn.functional.pad(mask[:, :-1], (1, 0))
     index = (begins.cumsum(dim=1) - 1).clamp(0, turns - 1)
-    count = _counts(index, mask, turns, all_reduce)
-    return _counts(index, torch.where(mask, as_float(values), 0.0), turns, all_reduce) / count.clamp(min=1), count
+    return _means(index, mask, values, turns, all_reduce)
 
 
 def accepted_by_length(
@@ -175,9 +177,7 @@ def accepted_by_length(
     """
     lengths = mask.sum(dim=1)
     index = ((lengths - 1) * bins // (length or mask.shape[1])).clamp(0, bins - 1)
-    count = _counts(index, lengths > 0, bins, all_reduce)
-    accepted = _counts(index, (mask & keep).any(dim=1), bins, all_reduce)
-    return accepted / count.clamp(min=1), count
+    return _means(index, lengths > 0, (mask & keep).any(dim=1), bins, all_reduce)
 
 
 def repeated_ngrams(tokens: Int[Tensor, "b t"], mask: Bool[Tensor, "b t"], n: int = 4) -> Float[Tensor, " b"]:

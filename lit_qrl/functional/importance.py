@@ -13,30 +13,9 @@ from torch import Tensor
 
 from lit_qrl.functional._checks import Bound, check_band
 from lit_qrl.functional._statistics import as_float, largest, masked, masked_sums, require_tokens, row_means
-from lit_qrl.functional.adaptive import AISGate, ais_gate, ais_weights
-from lit_qrl.functional.rejection import geometric_keep, opsm_keep, ratio_keep, token_veto
 from lit_qrl.types import AllReduce, no_all_reduce
 
 Weights = Float[Tensor, "b t"]
-
-__all__ = [
-    "AISGate",
-    "adaptive_upper",
-    "ais_gate",
-    "ais_weights",
-    "batch_normalized",
-    "geometric_keep",
-    "geometric_masked",
-    "geometric_truncated",
-    "log_ratio",
-    "opsm_keep",
-    "ratio_keep",
-    "sequence_masked",
-    "sequence_truncated",
-    "token_masked",
-    "token_truncated",
-    "token_veto",
-]
 
 
 def log_ratio(

@@ -15,26 +15,6 @@ SMALLEST_LOG_RATIO = 1e-7
 DECADES = 9
 BINS_PER_DECADE = 64
 
-NAMES = (
-    "kl_k1",
-    "kl_k3",
-    "abs_log_ratio",
-    "abs_prob_diff",
-    "ess_ratio",
-    "chi2_token",
-    "chi2_sequence",
-    "tv",
-    "weight_cv",
-    "ppl_ratio",
-    "learner_ppl",
-    "sampler_ppl",
-    "ratio_max",
-    "ratio_min",
-    "log_ratio_p99",
-    "nonfinite",
-)
-"""Of the metrics, in order."""
-
 
 def k3_divergence(d: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """Return e^d − 1 − d, computed in fp64, where the subtraction leaves enough digits of a small `d`.
@@ -126,11 +106,6 @@ def mismatch_metrics(
     (0.05, 0.00259)
     """
     require_tokens(mask)
-    return dict(zip(NAMES, _figures(learner, sampler, mask, all_reduce=all_reduce).unbind(), strict=True))
-
-
-def _figures(learner: Tensor, sampler: Tensor, mask: Tensor, *, all_reduce: AllReduce) -> Tensor:
-    """Return the metrics in the order of `NAMES`."""
     dtype = torch.promote_types(as_float(learner).dtype, as_float(sampler).dtype)
     learner, sampler = precise(learner.detach()), precise(sampler.detach())
     d = learner - sampler
@@ -170,22 +145,22 @@ def _figures(learner: Tensor, sampler: Tensor, mask: Tensor, *, all_reduce: AllR
     some = n > 0
     variance = (mean_w2 - mean_w.square()).clamp(min=0) * (n / (n - 1).clamp(min=1))
     ratio_max, ratio_min = masked(some, torch.stack([ends[0], -ends[1]])).exp().unbind()
-    figures = [
-        -d_mean,  # kl_k1
-        k3,  # kl_k3
-        abs_d,  # abs_log_ratio
-        abs_p,  # abs_prob_diff
-        torch.where(some, mean_w.square() / mean_w2, 1.0),  # ess_ratio
-        chi2,  # chi2_token
-        chi2_sequence,  # chi2_sequence
-        abs_shift / 2,  # tv
-        masked(some, variance.sqrt() / mean_w),  # weight_cv
-        ppl_ratio,  # ppl_ratio
-        learner_ppl,  # learner_ppl
-        sampler_ppl,  # sampler_ppl
-        ratio_max,  # ratio_max
-        ratio_min,  # ratio_min
-        log_quantile(d.abs(), finite, 0.99, all_reduce=all_reduce),  # log_ratio_p99
-        total - n,  # nonfinite
-    ]
-    return torch.stack(figures).to(dtype)
+    figures = {
+        "kl_k1": -d_mean,
+        "kl_k3": k3,
+        "abs_log_ratio": abs_d,
+        "abs_prob_diff": abs_p,
+        "ess_ratio": torch.where(some, mean_w.square() / mean_w2, 1.0),
+        "chi2_token": chi2,
+        "chi2_sequence": chi2_sequence,
+        "tv": abs_shift / 2,
+        "weight_cv": masked(some, variance.sqrt() / mean_w),
+        "ppl_ratio": ppl_ratio,
+        "learner_ppl": learner_ppl,
+        "sampler_ppl": sampler_ppl,
+        "ratio_max": ratio_max,
+        "ratio_min": ratio_min,
+        "log_ratio_p99": log_quantile(d.abs(), finite, 0.99, all_reduce=all_reduce),
+        "nonfinite": total - n,
+    }
+    return dict(zip(figures, torch.stack(list(figures.values())).to(dtype).unbind(), strict=True))

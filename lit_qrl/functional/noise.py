@@ -1,7 +1,9 @@
 """The schedule of adaptive quantization noise (QeRL)."""
 
 import math
-from typing import Literal
+from typing import Literal, get_args
+
+from lit_qrl.functional._checks import check_choice
 
 Schedule = Literal["exponential", "linear", "cosine", "logarithmic"]
 
@@ -23,7 +25,8 @@ def aqn_sigma(stage: int, num_stages: int, start: float, end: float, schedule: S
         schedule: how σ moves between them.
 
     Raises:
-        ValueError: a stage out of range, fewer than 2 stages, a σ that is not positive, an unknown schedule.
+        ValueError: a stage out of range, fewer than 2 stages, a σ that is not positive.
+        ConfigError: an unknown schedule.
 
     >>> aqn_sigma(9, 10, 1e-2, 5e-4), aqn_sigma(0, 10, 1e-2, 5e-4)
     (0.0005, 0.0)
@@ -35,11 +38,7 @@ def aqn_sigma(stage: int, num_stages: int, start: float, end: float, schedule: S
     for name, sigma in (("start", start), ("end", end)):
         if not (math.isfinite(sigma) and sigma > 0):
             raise ValueError(f"A noise level is wrong. Expected: {name} > 0. Given: {sigma}. Give a positive {name}.")
-    if schedule not in ("exponential", "linear", "cosine", "logarithmic"):
-        raise ValueError(
-            "Unknown noise schedule. Expected: exponential, linear, cosine or logarithmic. "
-            f"Given: {schedule}. Correct it."
-        )
+    check_choice("schedule", schedule, *get_args(Schedule))
     if stage == 0:
         return 0.0
     if stage == 1:

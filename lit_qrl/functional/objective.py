@@ -16,24 +16,7 @@ from torch import Tensor
 from lit_qrl.functional._checks import check_clip, check_dual_clip, check_mismatch_cap, check_temperatures
 from lit_qrl.functional._statistics import as_float, masked, require_tokens, row_means
 from lit_qrl.functional.mismatch import k3_divergence
-from lit_qrl.functional.penalty import k1_penalty, k2_penalty, k3_penalty, kl_penalty
-from lit_qrl.functional.reduction import count, reduce
 from lit_qrl.types import ObjectiveTerms
-
-__all__ = [
-    "cispo",
-    "clipped_surrogate",
-    "count",
-    "gspo",
-    "k1_penalty",
-    "k2_penalty",
-    "k3_penalty",
-    "kl_penalty",
-    "positive_surrogate",
-    "reduce",
-    "sapo",
-    "tbpo",
-]
 
 LogProbs = Float[Tensor, "b t"]
 Advantages = Float[Tensor, " b"]

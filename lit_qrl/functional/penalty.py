@@ -12,36 +12,6 @@ from lit_qrl.functional.mismatch import k3_divergence
 Estimator = Literal["k1", "k2", "k3", "k3+"]
 
 
-def k1_penalty(logprobs: Float[Tensor, "b t"], reference_logprobs: Float[Tensor, "b t"]) -> Float[Tensor, "b t"]:
-    """Return log p − log p_ref: unbiased, of any sign; as a loss its gradient has mean zero, so use it in the reward.
-
-    >>> import torch
-    >>> k1_penalty(torch.tensor([[-1.0]]), torch.tensor([[-1.5]]))
-    tensor([[0.5000]])
-    """
-    return as_float(logprobs) - as_float(reference_logprobs)
-
-
-def k2_penalty(logprobs: Float[Tensor, "b t"], reference_logprobs: Float[Tensor, "b t"]) -> Float[Tensor, "b t"]:
-    """Return (log p − log p_ref)² / 2: biased, never negative; its gradient is that of the KL on policy.
-
-    >>> import torch
-    >>> k2_penalty(torch.tensor([[-1.0]]), torch.tensor([[-1.5]]))
-    tensor([[0.1250]])
-    """
-    return k1_penalty(logprobs, reference_logprobs).square() / 2
-
-
-def k3_penalty(logprobs: Float[Tensor, "b t"], reference_logprobs: Float[Tensor, "b t"]) -> Float[Tensor, "b t"]:
-    """Return e^x − 1 − x with x = log p_ref − log p: unbiased, never negative, its gradient not the KL's: `kl_penalty`.
-
-    >>> import torch
-    >>> k3_penalty(torch.tensor([[-1.0]]), torch.tensor([[-1.5]]))
-    tensor([[0.1065]])
-    """
-    return k3_divergence(-k1_penalty(logprobs, reference_logprobs))
-
-
 def kl_penalty(
     logprobs: Float[Tensor, "b t"],
     reference_logprobs: Float[Tensor, "b t"],
@@ -66,7 +36,9 @@ def kl_penalty(
     Args:
         logprobs: "b t", nats; gradients flow.
         reference_logprobs: "b t", nats.
-        estimator: `k1`, `k2`, `k3` or `k3+`.
+        estimator: `k1` is ℓ: unbiased, of any sign; as a loss its gradient has mean zero, so use it in the reward. `k2`
+            is ℓ² / 2: biased, never negative; its gradient is that of the KL on policy. `k3` is e^(−ℓ) − 1 + ℓ:
+            unbiased, never negative, its gradient not the KL's; `k3+` has it.
         old_logprobs: "b t", nats, of the policy whose tokens these stand for, detached here; None is the learner
             itself. `k3+` alone looks at it.
         input_clamp: largest |ℓ|, nats; None does not clamp.
@@ -84,7 +56,7 @@ def kl_penalty(
     """
     check_choice("The estimator of the KL", estimator, "k1", "k2", "k3", "k3+")
     check_clamps(input_clamp=input_clamp, output_clamp=output_clamp)
-    distance = k1_penalty(logprobs, reference_logprobs)
+    distance = as_float(logprobs) - as_float(reference_logprobs)
     clamped = distance if input_clamp is None else distance.clamp(-input_clamp, input_clamp)
     if estimator == "k1":
         estimate = clamped

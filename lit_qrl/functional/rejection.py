@@ -74,20 +74,6 @@ def ratio_keep(
     return keep.all(dim=1, keepdim=True) | ~mask if over == "max" else keep
 
 
-def geometric_keep(d: LogRatio, mask: Bool[Tensor, "b t"], lower: float | None, upper: Bound) -> Bool[Tensor, "b t"]:
-    """Return True on all tokens of a sequence whose e^(mean d) lies inside [lower, upper]: Geo-RS.
-
-    I(C_low <= ρ^(1/T) <= C_high), survey "Geo-RS". The bounds are on the ratio itself.
-
-    Arguments and errors as in `ratio_keep`.
-
-    >>> import torch
-    >>> geometric_keep(torch.tensor([[0.1, 0.1]]), torch.ones(1, 2, dtype=torch.bool), None, 1.01)
-    tensor([[False, False]])
-    """
-    return ratio_keep(d, mask, lower, upper)
-
-
 def token_veto(d: LogRatio, mask: Bool[Tensor, "b t"], threshold: float = 1e-4) -> Bool[Tensor, "b t"]:
     """Return False on all tokens of a sequence in which any token's ratio e^d is below the threshold.
 

@@ -1,6 +1,7 @@
 """How sequences become a padded batch, and how a mini-batch is cut into micro-batches."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -138,62 +139,31 @@ def concatenate(parts: list[RolloutBatch], pad_token_id: int, group_size: int, l
         return parts[0]
     width = max(part.tokens.shape[1] - part.mask.shape[1] for part in parts)
     t = max(length, *(part.mask.shape[1] for part in parts))
-
-    def right(tensor: Tensor) -> Tensor:
-        return F.pad(tensor, (0, t - tensor.shape[1]))
-
-    tokens = [
-        F.pad(
-            part.tokens, (width - part.tokens.shape[1] + part.mask.shape[1], t - part.mask.shape[1]), value=pad_token_id
-        )
-        for part in parts
-    ]
-    routes = [
-        F.pad(
-            part.routed_experts,
-            (0, 0, 0, 0, width - part.tokens.shape[1] + part.mask.shape[1], t - part.mask.shape[1]),
-            value=unrouted(part.routed_experts.dtype),
-        )
-        for part in parts
-        if part.routed_experts is not None
-    ]
-    versions = None
-    if any(part.versions is not None for part in parts):
-        versions = torch.cat(
-            [part.version[:, None].repeat(1, t) if part.versions is None else right(part.versions) for part in parts]
-        )
     most = max((part.kept.shape[2] for part in parts if part.kept is not None), default=0)
-    kept = [
-        None
-        if part.kept is None
-        else F.pad(part.kept, (0, most - part.kept.shape[2], 0, t - part.mask.shape[1]), value=-1)
-        for part in parts
-    ]
+    if any(part.versions is not None for part in parts):
+        known = (part.version[:, None].repeat(1, t) if part.versions is None else part.versions for part in parts)
+        parts = [replace(part, versions=versions) for part, versions in zip(parts, known, strict=True)]
+
+    def widened(part: RolloutBatch, name: str, values: Tensor) -> Tensor:
+        pads, fill = [0, t - values.shape[1]] if values.ndim > 1 else [], 0
+        if name in ("tokens", "routed_experts", "router_logprobs"):  # as wide as prompt and completion
+            pads = [width - part.tokens.shape[1] + part.mask.shape[1], t - part.mask.shape[1]]
+        if name == "tokens":
+            fill = pad_token_id
+        elif name == "routed_experts":
+            fill = unrouted(values.dtype)
+        elif name == "kept":
+            pads, fill = [0, most - values.shape[2], *pads], -1
+        return F.pad(values, [0] * (2 * (values.ndim - 1) - len(pads)) + pads, value=fill)
+
+    joined: dict[str, Any] = {"group": torch.arange(sum(map(len, parts))) // group_size}
+    for one in fields(RolloutBatch):
+        values = [getattr(part, one.name) for part in parts]
+        if all(isinstance(value, Tensor) for value in values) and one.name not in joined:
+            joined[one.name] = torch.cat([widened(part, one.name, v) for part, v in zip(parts, values, strict=True)])
     names = parts[0].reward_parts
-    b = sum(map(len, parts))
-    return RolloutBatch(
-        tokens=torch.cat(tokens),
-        prompt_length=torch.cat([part.prompt_length for part in parts]),
-        mask=torch.cat([right(part.mask) for part in parts]),
-        sampler_logprobs=torch.cat([right(part.sampler_logprobs) for part in parts]),
-        rewards=torch.cat([part.rewards for part in parts]),
-        advantages=torch.cat([part.advantages for part in parts]),
-        group=torch.arange(b) // group_size,
-        version=torch.cat([part.version for part in parts]),
-        stopped=torch.cat([part.stopped for part in parts]),
-        reward_parts={name: torch.cat([part.reward_parts[name] for part in parts]) for name in names},
-        mask_seed=_joined([part.mask_seed for part in parts]),
-        drawn_over=_joined([part.drawn_over for part in parts]),
-        unmasked_at=_joined([None if part.unmasked_at is None else right(part.unmasked_at) for part in parts]),
-        routed_experts=torch.cat(routes) if routes else None,
-        kept=_joined(kept),
-        versions=versions,
-    )
-
-
-def _joined(tensors: Sequence[Tensor | None]) -> Tensor | None:
-    given = [tensor for tensor in tensors if tensor is not None]
-    return torch.cat(given) if len(given) == len(tensors) else None
+    joined["reward_parts"] = {name: torch.cat([part.reward_parts[name] for part in parts]) for name in names}
+    return RolloutBatch(**joined)
 
 
 def deal_by_length(lengths: Sequence[int], parts: int) -> list[list[int]]:

@@ -21,7 +21,7 @@ from lit_qrl.objective import Objective
 from lit_qrl.types import AllReduce, Correction, LossContext, MicroBatch, RolloutBatch, no_all_reduce
 
 
-class Scoring(Enum):
+class ScoredWhen(Enum):
     """When learner_old's log-probs are known, and so where corrections are taken."""
 
     BEFORE = "by forward passes of their own, before the first update"
@@ -30,7 +30,7 @@ class Scoring(Enum):
     NOWHERE = "nothing asks for them before the update"
 
 
-def scoring_of(learner: Learner) -> Scoring:
+def scored_when(learner: Learner) -> ScoredWhen:
     """Return when learner_old is scored.
 
     With one update per rollout it is the training forward's own log-probs, and `weigh_here` takes them there; what has
@@ -50,10 +50,10 @@ def scoring_of(learner: Learner) -> Scoring:
         or (shaped and objective.old_logprobs != "bypass")
         or (several and (objective.old_logprobs == "decoupled" or corrections or objective.carries_ratio))
     ):
-        return Scoring.BEFORE
+        return ScoredWhen.BEFORE
     if not corrections:
-        return Scoring.NOWHERE
-    return Scoring.WHOLE if whole else Scoring.PARTS
+        return ScoredWhen.NOWHERE
+    return ScoredWhen.WHOLE if whole else ScoredWhen.PARTS
 
 
 def needs_kept(learner: Learner) -> bool:
@@ -126,16 +126,16 @@ def weigh_here(learner: Learner, part: MicroBatch, logprobs: Tensor) -> None:
     Raises:
         ValueError: a correction that needs only sequences rejected tokens, which changes the whole batch's denominator.
     """
-    batch, how = part.batch, scoring_of(learner)
+    batch, how = part.batch, scored_when(learner)
     if batch.learner_old_logprobs is not None:
         return
-    if how is Scoring.WHOLE:
+    if how is ScoredWhen.WHOLE:
         batch.mask = batch.mask & torch.isfinite(logprobs)  # as `Guard` drops what was scored
         batch.learner_old_logprobs = torch.where(batch.mask, logprobs.detach().float(), 0.0)
         part.total, part.has_signal = correct(learner, batch)
         if batch.keep is not None:
             learner.iteration.skip_step = not bool(part.has_signal)
-    elif how is Scoring.PARTS:
+    elif how is ScoredWhen.PARTS:
         weigh(learner, batch, logprobs.detach())
         if batch.keep is not None:
             raise ValueError(
@@ -149,7 +149,7 @@ def weigh_here(learner: Learner, part: MicroBatch, logprobs: Tensor) -> None:
 def close(learner: Learner) -> None:
     """Close the iteration after its last update; what was weighed by parts is measured as a whole."""
     measured = learner.iteration.measured()
-    if measured is not None and measured.learner_old_logprobs is not None and scoring_of(learner) is Scoring.PARTS:
+    if measured is not None and measured.learner_old_logprobs is not None and scored_when(learner) is ScoredWhen.PARTS:
         learner.iteration.metrics.update(weigh(learner, measured, measured.learner_old_logprobs, learner.reduce))
     learner.data.schedule.measured(learner)
     learner.iteration.close(learner.reduce)
@@ -189,15 +189,6 @@ def combine(
         metrics.update(correction.metrics)
     factors = [correction.weights.detach() for correction in corrections if correction.weights is not None]
     keeps = [correction.keep for correction in corrections if correction.keep is not None]
-    weights, keep, figures = _combined(mask, factors, keeps, all_reduce=all_reduce)
-    metrics.update({f"correction/{name}": value for name, value in figures.items()})
-    return weights, keep, metrics
-
-
-def _combined(
-    mask: Tensor, factors: list[Tensor], keeps: list[Tensor], *, all_reduce: AllReduce
-) -> tuple[Tensor | None, Tensor | None, dict[str, Tensor]]:
-    figures: dict[str, Tensor] = {}
     if len(factors) > 2:
         factors = list(torch.stack(factors).sort(dim=0).values)
     weights = reduce(torch.mul, factors) if factors else None
@@ -211,14 +202,14 @@ def _combined(
         count, reweighted, total, first, second = all_reduce(torch.cat([tokens, sums])).unbind()
         n = count.clamp(min=1)
         variance = (second / n - (first / n).square()).clamp(min=0) * n / (n - 1).clamp(min=1)
-        figures["weight_mean"] = total / n
-        figures["weight_cv"] = torch.where(total > 0, variance.sqrt() / (total / n), 0.0)
-        figures["weight_max"] = all_reduce(inside.amax(), op="max")
-        figures["reweighted_tokens"] = reweighted / n
+        metrics["correction/weight_mean"] = total / n
+        metrics["correction/weight_cv"] = torch.where(total > 0, variance.sqrt() / (total / n), 0.0)
+        metrics["correction/weight_max"] = all_reduce(inside.amax(), op="max")
+        metrics["correction/reweighted_tokens"] = reweighted / n
     if keep is not None:
-        figures["rejected_tokens"] = share(mask, ~keep, all_reduce)
-        figures["rejected_sequences"] = share(mask.any(dim=1), ~(mask & keep).any(dim=1), all_reduce)
-    return weights, keep, figures
+        metrics["correction/rejected_tokens"] = share(mask, ~keep, all_reduce)
+        metrics["correction/rejected_sequences"] = share(mask.any(dim=1), ~(mask & keep).any(dim=1), all_reduce)
+    return weights, keep, metrics
 
 
 def check_combination(callbacks: Iterable[Callback], objective: Objective | None = None) -> None:

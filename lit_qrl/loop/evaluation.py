@@ -62,7 +62,8 @@ class PassAtK(Metric):
     """Probability that at least one of `k` samples is correct, mean over problems, or an end of its 95 % interval.
 
     Without bias from `n ≥ k` samples (`functional.evaluation.pass_at_k`). The interval is Wilson's for one sample per
-    problem, and for several Wilson's with the effective size of samples that are clustered by problem.
+    problem, and for several Wilson's with the effective size of samples that are clustered by problem. With `k` = 1 the
+    mean is the share of correct samples, avg@n.
 
     Args:
         k: samples of which one must be correct.
@@ -106,19 +107,6 @@ class PassAtK(Metric):
         return mean.float()
 
 
-class AverageAtK(PassAtK):
-    """Mean share of correct samples (avg@k), over problems; it is pass@1 without bias.
-
-    >>> metric = AverageAtK()
-    >>> metric.update(torch.tensor([[True, False], [True, True]]))
-    >>> metric.compute()
-    tensor(0.7500)
-    """
-
-    def __init__(self, part: Literal["mean", "low", "high"] = "mean") -> None:
-        super().__init__(1, part)
-
-
 BOUNDS: Mapping[str, Literal["mean", "low", "high"]] = {"": "mean", "_ci_low": "low", "_ci_high": "high"}
 """What is put behind the name of an accuracy for its 95 % interval, and which part that is."""
 
@@ -153,7 +141,7 @@ class EvaluationMetrics(torch.nn.ModuleDict):
             for suffix, part in BOUNDS.items():
                 self[name + suffix] = PassAtK(k, part)
         for kind in dict.fromkeys(kind for kind, _ in self.accuracies.values()):
-            self[STOPPED[kind]] = AverageAtK()
+            self[STOPPED[kind]] = PassAtK(1)
 
     def add(self, correct: Mapping[str, Tensor], stopped: Mapping[str, Tensor]) -> None:
         """Add problems by the kind of answers: "problems n", True where one is correct, and where it stopped."""

@@ -11,7 +11,7 @@ deal      each mini-batch is one optimizer step, cut into micro-batches that pad
 ========= =================================================================================== ==================
 
 The weights were published to the sampler before the first of these; what the objective makes of w, keep and A is the
-module's `training_step`. With one update per rollout the forward pass of that step is learner_old's: `scoring_of`
+module's `training_step`. With one update per rollout the forward pass of that step is learner_old's: `scored_when`
 says whether it is scored before, for what has to be known of the whole batch, or corrected there (`weigh_here`).
 """
 
@@ -25,7 +25,7 @@ import torch
 from lit_qrl.functional.advantage import differing
 from lit_qrl.loop.batching import assemble, concatenate, rows_of
 from lit_qrl.loop.contracts import Judging, Learner, PendingRollout, Problem, widest
-from lit_qrl.loop.correction import Scoring, correct, scoring_of
+from lit_qrl.loop.correction import ScoredWhen, correct, scored_when
 from lit_qrl.loop.generation import draw, drawn, tell_episodes, together
 from lit_qrl.loop.hooks import rl_callbacks
 from lit_qrl.loop.routing import scored_gates, scored_routes
@@ -69,13 +69,10 @@ def roll_out(learner: Learner) -> RolloutBatch:
             break
         numbers = [number for number, slot in enumerate(open_slots) if slot % slots.width in slots.columns]
         pending = data.schedule.take(learner, len(open_slots), numbers)
-        problems = pending.problems
-        if not problems:  # the others' slots alone are open
-            asked = partial(_draw, learner, problems, attempt, numbers)
-            together(learner, asked if data.engine.draws_together else list)  # `list` draws nothing
-            continue
         drawn_now = together(learner, partial(_draw_groups, learner, pending, attempt, numbers))
-        kept = list(range(len(problems)))
+        if drawn_now is None:  # the others' slots alone are open
+            continue
+        kept = list(range(len(pending.problems)))
         varied = differing(drawn_now.rewards.view(-1, data.group_size))
         if data.group_size > 1:
             learner.iteration.metrics.values("rollout/zero_variance_groups", (~varied).float())
@@ -83,7 +80,7 @@ def roll_out(learner: Learner) -> RolloutBatch:
             kept = varied.nonzero().flatten().tolist()
             drawn_now = drawn_now.select(rows_of(kept, data.group_size), trim=False)
         parts.append(drawn_now)
-        filled |= {open_slots[numbers[group]]: problems[group] for group in kept}
+        filled |= {open_slots[numbers[group]]: pending.problems[group] for group in kept}
     learner.iteration.problems = [filled[slot] for slot in sorted(filled)]
     return _in_order(learner, parts, list(filled))
 
@@ -99,8 +96,10 @@ def _in_order(learner: Learner, parts: list[RolloutBatch], found: list[int]) -> 
     return replace(rollout.select(rows_of(order, g), trim=False), group=rollout.group)
 
 
-def _draw_groups(learner: Learner, pending: PendingRollout, attempt: int, numbers: Sequence[int]) -> RolloutBatch:
-    """Return G completions of each problem, with their rewards.
+def _draw_groups(
+    learner: Learner, pending: PendingRollout, attempt: int, numbers: Sequence[int]
+) -> RolloutBatch | None:
+    """Return G completions of each problem, with their rewards; None of no problem.
 
     Args:
         learner: whose iteration it is.
@@ -109,6 +108,10 @@ def _draw_groups(learner: Learner, pending: PendingRollout, attempt: int, number
         numbers: of the problems among those that all ranks draw in this round; their randomness comes from it.
     """
     data, state, problems = learner.data, learner.iteration, pending.problems
+    if not problems:
+        if data.engine.draws_together:  # this process has a part of it, which the others ask
+            _draw(learner, problems, attempt, numbers)
+        return None
     streams = pending.completions is None and not isinstance(data.task, TakesTurns)
     with closing(data.judging(problems, streams)) as judging:
         completions = pending.completions
@@ -171,7 +174,7 @@ def score(learner: Learner, rollout: RolloutBatch) -> RolloutBatch:
     """Return the rollout with learner_old's and the reference's log-probs, where needed, and advantages."""
     data, objective = learner.data, learner.objective
     chunks = data.budget.scoring_passes(learner, rollout)
-    if scoring_of(learner) is Scoring.BEFORE:
+    if scored_when(learner) is ScoredWhen.BEFORE:
         routes, rollout.router_logprobs = scored_routes(learner, rollout), scored_gates(learner, rollout)
         rollout.learner_old_logprobs = learner.score(rollout, chunks, routes)
         rollout.routed_experts = rollout.routed_experts if routes is None else routes

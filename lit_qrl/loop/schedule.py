@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from dataclasses import fields
 from functools import cache, partial
 from itertools import accumulate
 from typing import Any
@@ -271,7 +272,7 @@ class RolloutPrefetcher(Schedule):
                     after = one.start
                     break
                 place = {"iteration": one.iteration, "weights": one.weights, "start": one.start}
-                kept.append({**place, **packed(one.completions)})
+                kept.append({**place, "completions": [packed(completion) for completion in one.completions]})
             if len(kept) < len(later):
                 log.info("%d rollouts that were begun are not in the checkpoint.", len(later) - len(kept))
             return after, {"drafts": kept, "ages": ages, "weights": weights}
@@ -283,7 +284,8 @@ class RolloutPrefetcher(Schedule):
         if "ahead" not in state:
             return state["position"]
         saved = state["ahead"]
-        self._restored = list(saved["drafts"]) if alone else []
+        known = all("completions" in one for one in saved["drafts"])  # an earlier version had them in other words
+        self._restored = list(saved["drafts"]) if alone and known else []
         self.tokens_of_age = {int(age): count for age, count in saved["ages"].items()}
         self.weights_of = {int(version): number for version, number in saved.get("weights", {}).items()}
         return state["position"] if self._restored else super().load(state, alone)
@@ -293,7 +295,8 @@ class RolloutPrefetcher(Schedule):
         data = learner.data
         for one in saved:
             problems = data.problems_at(one["start"], data.slots.own)
-            drawn = PendingRollout(one["iteration"], one["weights"], one["start"], problems, unpacked(one))
+            completions = [unpacked(completion) for completion in one["completions"]]
+            drawn = PendingRollout(one["iteration"], one["weights"], one["start"], problems, completions)
             self.pending[drawn.iteration] = drawn
 
 
@@ -361,47 +364,26 @@ def versions_of(completion: Completion) -> list[int]:
     return completion.versions or [completion.version] * len(completion.token_ids)
 
 
-def packed(completions: Sequence[Completion]) -> dict[str, Any]:
-    """Return completions as tensors, for a checkpoint.
+LISTS = {"token_ids": torch.long, "logprobs": torch.float64, "versions": torch.long}
+"""Of a completion: what a checkpoint holds as a tensor, which is read at once."""
+
+
+def packed(completion: Completion) -> dict[str, Any]:
+    """Return a completion for a checkpoint.
 
     >>> one = Completion(token_ids=[3, 4], logprobs=[-0.1, -0.2], finish_reason="stop", version=7)
-    >>> unpacked(packed([one])) == [one]
+    >>> unpacked(packed(one)) == one
     True
     """
-    routes, kept = [one.routed_experts for one in completions], [one.kept for one in completions]
-    versions = torch.tensor([version for one in completions for version in versions_of(one)], dtype=torch.long)
-    return {
-        "lengths": torch.tensor([len(one.token_ids) for one in completions], dtype=torch.long),
-        "tokens": torch.tensor([token for one in completions for token in one.token_ids], dtype=torch.long),
-        "logprobs": torch.tensor([value for one in completions for value in one.logprobs], dtype=torch.float64),
-        "stopped": torch.tensor([one.finish_reason == "stop" for one in completions]),
-        "version": torch.tensor([one.version for one in completions], dtype=torch.long),
-        **({"routes": routes} if any(one is not None for one in routes) else {}),
-        **({"kept": kept} if any(one is not None for one in kept) else {}),
-        **({"versions": versions} if any(one.versions is not None for one in completions) else {}),
-    }
+    saved = {one.name: getattr(completion, one.name) for one in fields(completion)}
+    lists = {name: dtype for name, dtype in LISTS.items() if saved[name] is not None}
+    return saved | {name: torch.tensor(saved[name], dtype=dtype) for name, dtype in lists.items()}
 
 
-def unpacked(saved: Mapping[str, Any]) -> list[Completion]:
-    """Return the completions of `packed`."""
-    ends = list(accumulate(saved["lengths"].tolist()))
-    begins = [0, *ends[:-1]]
-    tokens, logprobs = saved["tokens"].tolist(), saved["logprobs"].tolist()
-    stopped, version = saved["stopped"].tolist(), saved["version"].tolist()
-    routes, kept = (saved.get(name, [None] * len(ends)) for name in ("routes", "kept"))
-    versions = saved["versions"].tolist() if "versions" in saved else None
-    return [
-        Completion(
-            token_ids=tokens[begins[i] : end],
-            logprobs=logprobs[begins[i] : end],
-            finish_reason="stop" if stopped[i] else "length",
-            version=version[i],
-            routed_experts=routes[i],
-            kept=kept[i],
-            versions=None if versions is None else versions[begins[i] : end],
-        )
-        for i, end in enumerate(ends)
-    ]
+def unpacked(saved: Mapping[str, Any]) -> Completion:
+    """Return the completion of `packed`."""
+    lists = {name: saved[name].tolist() for name in LISTS if saved[name] is not None}
+    return Completion(**{**saved, **lists})
 
 
 def schedule_of(schedule: str, max_staleness: int, in_flight: InFlight = "none") -> Schedule:

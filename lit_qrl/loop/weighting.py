@@ -17,7 +17,7 @@ from lit_qrl.functional.importance import (
     token_truncated,
 )
 from lit_qrl.functional.rejection import opsm_keep, ratio_keep, token_veto
-from lit_qrl.types import AllReduce, Correction, LossContext
+from lit_qrl.types import Correction, LossContext
 
 Level = Literal["token", "sequence", "geometric"]
 
@@ -55,42 +55,22 @@ def weighted(
         upper: of the band; `auto` measures it; weights beyond e^20 are rejected if it is no bound at all.
         context: of the mini-batch.
     """
-    weights, keep, changed, extreme, bound = _weights(
-        context.log_ratio, context.mask, kind=kind, level=level, lower=lower, upper=upper, all_reduce=context.all_reduce
-    )
-    metrics = {f"correction/{kind}_{'token' if level == 'token' else 'sequence'}s": changed}
-    if extreme is not None:
-        metrics["correction/extreme_tokens"] = extreme
-    if bound is not None:
-        metrics["correction/upper"] = bound
-    return Correction(weights=weights, keep=keep, metrics=metrics)
-
-
-def _weights(
-    d: Tensor,
-    mask: Tensor,
-    *,
-    kind: Literal["truncated", "masked"],
-    level: Level,
-    lower: float | None,
-    upper: float | Literal["auto"],
-    all_reduce: AllReduce,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]:
+    d, mask, all_reduce = context.log_ratio, context.mask, context.all_reduce
     weigh = WEIGHTS[kind, level]
     bound = adaptive_upper(d, mask, all_reduce) if upper == "auto" else upper
-    weights = weigh(d, mask, lower=lower, upper=bound)
+    weights, keep = weigh(d, mask, lower=lower, upper=bound), None
     changed = weights == 0 if kind == "masked" else weights != weigh(d, mask, lower=0.0, upper=math.inf)
     if level == "token":
-        changed_share = share(mask, changed, all_reduce)
+        metrics = {f"correction/{kind}_tokens": share(mask, changed, all_reduce)}
     else:
-        changed_share = share(mask.any(dim=1), (changed & mask).any(dim=1), all_reduce)
+        metrics = {f"correction/{kind}_sequences": share(mask.any(dim=1), (changed & mask).any(dim=1), all_reduce)}
     if isinstance(bound, Tensor):
-        return weights, None, changed_share, None, bound
-    if bound <= EXTREME:
-        return weights, None, changed_share, None, None
-    keep = (weights <= EXTREME) | ~mask
-    extreme = all_reduce((~keep).sum())
-    return torch.where(keep, weights, 1.0), keep, changed_share, extreme, None
+        metrics["correction/upper"] = bound
+    elif bound > EXTREME:
+        keep = (weights <= EXTREME) | ~mask
+        metrics["correction/extreme_tokens"] = all_reduce((~keep).sum())
+        weights = torch.where(keep, weights, 1.0)
+    return Correction(weights=weights, keep=keep, metrics=metrics)
 
 
 def rejected(
@@ -109,34 +89,13 @@ def rejected(
         context: of the mini-batch.
         options: of the rule.
     """
-    keep, weights, rejected_share = _keeps(
-        context.log_ratio,
-        context.mask,
-        context.advantages,
-        rule=rule,
-        count_rejected=count_rejected,
-        all_reduce=context.all_reduce,
-        **options,
-    )
-    return Correction(weights=weights, keep=keep, metrics={f"correction/{metric}": rejected_share})
-
-
-def _keeps(
-    d: Tensor,
-    mask: Tensor,
-    advantages: Tensor,
-    *,
-    rule: str,
-    count_rejected: bool,
-    all_reduce: AllReduce,
-    **options: Any,
-) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    signs = (advantages,) if rule == "off_policy" else ()
+    d, mask = context.log_ratio, context.mask
+    signs = (context.advantages,) if rule == "off_policy" else ()
     keep = KEEPS[rule](d, mask, *signs, **options)
     if options.get("over") == "token":
-        rejected_share = share(mask, ~keep, all_reduce)
+        metrics = {f"correction/{metric}": share(mask, ~keep, context.all_reduce)}
     else:
-        rejected_share = share(mask.any(dim=1), ~keep.all(dim=1), all_reduce)
+        metrics = {f"correction/{metric}": share(mask.any(dim=1), ~keep.all(dim=1), context.all_reduce)}
     if count_rejected:
-        return None, keep.to(d.dtype), rejected_share
-    return keep, None, rejected_share
+        return Correction(weights=keep.to(d.dtype), metrics=metrics)
+    return Correction(keep=keep, metrics=metrics)

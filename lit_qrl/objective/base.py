@@ -1,17 +1,17 @@
 """What every objective shares: advantages, penalties, reduction, and the one method that a new one implements."""
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.functional import _checks as checks
-from lit_qrl.functional import advantage, objective
+from lit_qrl.functional import advantage
 from lit_qrl.functional.advantage import Baseline, Scale
 from lit_qrl.functional.penalty import Estimator, kl_penalty
-from lit_qrl.functional.reduction import Reduction
+from lit_qrl.functional.reduction import Reduction, count, reduce
 from lit_qrl.run.description import Described
 from lit_qrl.types import AllReduce, ObjectiveTerms, RolloutBatch, no_all_reduce
 
@@ -79,9 +79,9 @@ class Objective(Described, ABC):
         overlong_penalty: tuple[float, float] | None = None,
         mask_truncated: bool = False,
     ) -> None:
-        checks.check_choice("objective.scale", scale, "group", "batch", "none", "whiten")
-        checks.check_choice("objective.baseline", baseline, "group", "leave_one_out", "none")
-        checks.check_choice("objective.old_logprobs", old_logprobs, "decoupled", "bypass", "policy_gradient")
+        checks.check_choice("objective.scale", scale, *get_args(Normalization))
+        checks.check_choice("objective.baseline", baseline, *get_args(Baseline))
+        checks.check_choice("objective.old_logprobs", old_logprobs, *get_args(OldLogprobs))
         checks.check_choice("objective.kl_estimator", kl_estimator, None, "k1", "k2", "k3", "k3+", "vocabulary")
         checks.check_choice("objective.kl_in", kl_in, "loss", "reward")
         if kl_in == "reward" and kl_estimator in ("k3+", "vocabulary"):
@@ -95,7 +95,7 @@ class Objective(Described, ABC):
             **{"objective.kl_input_clamp": kl_input_clamp, "objective.kl_output_clamp": kl_output_clamp}
         )
         checks.check_choice("objective.normalize_weights", normalize_weights, None, "token", "sequence")
-        checks.check_reduction(reduction)
+        checks.check_choice("objective.reduction", reduction, *get_args(Reduction))
         for name, value in (
             ("kl_coefficient", kl_coefficient),
             ("entropy_coefficient", entropy_coefficient),
@@ -214,7 +214,7 @@ class Objective(Described, ABC):
         """
         mask = self.effective_mask(batch) if mask is None else mask
         # `total` holds the completion limit already.
-        return objective.reduce(terms_loss, mask, self.reduction, length=1, total=total.to(terms_loss.dtype))
+        return reduce(terms_loss, mask, self.reduction, length=1, total=total.to(terms_loss.dtype))
 
     def total(self, mask: Tensor, completion_limit: int) -> Tensor:
         """Return the loss's denominator, 0-dim, of these sequences on this rank; the caller sums it over ranks.
@@ -223,7 +223,7 @@ class Objective(Described, ABC):
             mask: "b t", tokens that count, after rejection.
             completion_limit: in tokens.
         """
-        total = objective.count(mask, self.reduction)
+        total = count(mask, self.reduction)
         return total * completion_limit if self.reduction == "constant" else total
 
     def effective_mask(self, batch: RolloutBatch) -> Tensor:

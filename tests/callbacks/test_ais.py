@@ -5,8 +5,7 @@ import torch
 
 from lit_qrl.callbacks.ais import AIS
 from lit_qrl.errors import ConfigError
-from lit_qrl.functional.adaptive import ais_oracle
-from lit_qrl.functional.importance import AISGate, ais_gate, ais_weights
+from lit_qrl.functional.adaptive import AISGate, ais_gate, ais_oracle, ais_weights
 from tests.callbacks.corrections import context, rollout, trainer
 from tests.functional.helpers import Ranks, no_host_sync
 

@@ -74,6 +74,12 @@ def test_what_it_needs_is_named(callbacks, data, match, tmp_path):
         trained(tmp_path, *callbacks, data=data)
 
 
+@pytest.mark.parametrize("floor", [0.0, 1.5])
+def test_a_floor_that_is_no_ratio_is_refused(floor):
+    with pytest.raises(ConfigError, match=r"number in \(0, 1\]"):
+        RouterShift(floor=floor)
+
+
 def test_an_objective_that_corrects_the_mismatch_itself_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="TBPO takes learner_old's log-probs for the mismatch"):
         trained(tmp_path, RouterReplay(), RouterShift(), data={"mini_batches": 2}, objective=TBPO())

@@ -1,25 +1,18 @@
-import importlib
 import re
 import shutil
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+from tests.examples.scripts import EXAMPLES, importing
+
 SHIPPED = EXAMPLES.parent / "docs" / "figures" / "evidence"
 
 
 @pytest.fixture
-def evidence(monkeypatch):
-    before, path = set(sys.modules), list(sys.path)
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    yield importlib.import_module("evidence")
-    sys.path[:] = path
-    for name in set(sys.modules) - before:  # their names, such as `run`, are those of others too
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(EXAMPLES)):
-            del sys.modules[name]
+def evidence():
+    with importing("") as module:
+        yield module("evidence")
 
 
 def test_the_tables_of_the_page_are_what_its_csvs_give_and_decisions_stand_in_the_sections_they_link_to(evidence):

@@ -1,41 +1,19 @@
 import csv
 import importlib
-import math
-import random
 import sys
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
-from lit_qrl.run.event_log import log_event
-from lit_qrl.run.loggers import RunCSVLogger
+from tests.examples.scripts import EXAMPLES, importing, write_run
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 SHIPPED = EXAMPLES.parent / "docs" / "figures" / "evidence"
-MODULES = (
-    "study",
-    "study_report",
-    "dial",
-    "paired",
-    "summary",
-    "verdicts",
-    "pilot_figure",
-    "run",
-    "grid",
-    "grid_table",
-    "rest",
-    "alpha_figure",
-)
 
 
 @pytest.fixture
-def grid(monkeypatch):
-    for folder in ("mismatch_dial", "", "evidence_study", "evidence_grid"):
-        monkeypatch.syspath_prepend(str(EXAMPLES / folder))
-    yield importlib.import_module("grid")
-    for name in (*MODULES, "odds", "loss_odds", "loss_models"):
-        sys.modules.pop(name, None)
+def grid():
+    with importing("evidence_grid", "evidence_study", "", "mismatch_dial") as module:
+        yield module("grid")
 
 
 @pytest.fixture
@@ -45,15 +23,10 @@ def odds(grid):
 
 def finish(grid, planned, learner, reward=0.5):
     """Write the folder that a run of 20 iterations would leave."""
-    job = planned.job
-    job.folder.mkdir(parents=True)
-    grid.studies.record(job)
-    log_event(job.folder, "start", "Training started.", iteration=0)
-    logger = RunCSVLogger(job.folder)
-    for epoch in range(20):
-        row = {"epoch": epoch, "reward/mean": reward, "mismatch/abs_log_ratio": 0.1 * (epoch + 1)}
-        logger.log_metrics(row | ({"val/accuracy": learner} if epoch % 10 == 9 else {}), step=epoch)
-    log_event(job.folder, "finish", "Training ended.", iteration=20)
+    rows = [{"epoch": at, "reward/mean": reward, "mismatch/abs_log_ratio": 0.1 * (at + 1)} for at in range(20)]
+    for row in rows[9::10]:
+        row["val/accuracy"] = learner
+    write_run(planned.job, grid.studies.record, rows)
 
 
 def test_the_grid_has_the_settings_of_the_study_and_each_run_once(grid, tmp_path):
@@ -208,58 +181,6 @@ def test_the_figure_has_the_runs_of_the_grid_and_of_the_study_at_its_length(grid
     assert sum(at_ten) / 8 == pytest.approx(-0.577, abs=5e-4)
 
 
-def synthetic(odds, count, seed=0):
-    rng = random.Random(seed)
-    names = (*odds.loss_odds.early_inputs({}, {}, 0.0, 0.0), "start")
-    found = []
-    for index in range(count):
-        inputs = {name: rng.gauss(0, 1) for name in names}
-        difference = -0.05 - 0.1 * (inputs["distance"] - inputs["sequence"] + rng.gauss(0, 0.5))
-        found.append(
-            odds.Example("grid" if index % 3 else "runs", 2e-4, f"s{index % 2}+x+int4", index // 2, difference, inputs)
-        )
-    return found
-
-
-def test_the_fit_is_where_the_penalised_likelihood_is_highest(odds):
-    examples = synthetic(odds, 80)
-    names = ("distance", "sequence")
-    model = odds.fit(examples, names)
-    assert model.weight[0] > 0 > model.weight[1]
-
-    def objective(weight, constant):
-        total = 0.0
-        for one in examples:
-            standard = [(one.inputs[n] - c) / s for n, c, s in zip(names, model.center, model.spread, strict=True)]
-            z = constant + sum(w * x for w, x in zip(weight, standard, strict=True))
-            total += math.log1p(math.exp(-z if one.lost else z))
-        return total + 0.5 * sum(w * w for w in weight)
-
-    best = objective(model.weight, model.constant)
-    for step in (-1e-3, 1e-3):
-        assert objective(model.weight, model.constant + step) > best
-        assert objective((model.weight[0] + step, model.weight[1]), model.constant) > best
-        assert objective((model.weight[0], model.weight[1] + step), model.constant) > best
-
-
-def test_auroc_counts_pairs_and_its_interval_holds_it(odds, monkeypatch):
-    monkeypatch.setattr(odds, "BOOTSTRAPS", 500)
-    examples = synthetic(odds, 120, seed=1)
-    scores, losses = [one.inputs["distance"] for one in examples], [one.lost for one in examples]
-    pairs = [
-        (a, b)
-        for a, la in zip(scores, losses, strict=True)
-        for b, lb in zip(scores, losses, strict=True)
-        if la and not lb
-    ]
-    area = odds.auroc(scores, losses)
-    assert area == pytest.approx(sum(a > b for a, b in pairs) / len(pairs))
-    low, high = odds.interval(scores, losses)
-    assert low < area < high < low + 0.25
-    assert odds.interval(list(map(float, losses)), losses) == (1.0, 1.0)
-    assert math.isnan(odds.auroc([0.1], [True]))
-
-
 def test_the_shipped_models_and_figures_are_what_the_command_computes(odds, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(odds, "BOOTSTRAPS", 20)  # of the intervals, which are not compared
     grid_table = sys.modules["grid_table"]
@@ -271,15 +192,11 @@ def test_the_shipped_models_and_figures_are_what_the_command_computes(odds, monk
         for field in ("lowest", "highest", "center", "spread", "weight"):
             assert getattr(model, field) == pytest.approx(getattr(shipped, field), rel=1e-5, abs=1e-6)
         assert model.constant == pytest.approx(shipped.constant, rel=1e-5)
+    space = {}
+    exec(odds.source_of(models, 40), space)
+    assert [space[name.upper()] for name in models] == list(models.values())
     written = (SHIPPED / "grid" / "odds.md").read_text().splitlines()
     for line, row in zip(lines, written[2:], strict=False):
         assert row.startswith(f"| {line.name} | {line.runs} | {line.lost} | {line.auroc:.3f} | ")
     assert grid_table.write(rows, tmp_path) == (SHIPPED / "grid" / "table.md").read_text().rstrip("\n")
     assert (tmp_path / "runs.csv").read_text() == (SHIPPED / "grid" / "runs.csv").read_text()
-
-
-def test_a_module_of_models_holds_them(odds):
-    model = odds.fit(synthetic(odds, 40), ("distance", "sequence"))
-    space = {}
-    exec(odds.source_of({"early": model}, 40), space)
-    assert space["EARLY"] == model

@@ -1,29 +1,21 @@
 import csv
-import importlib
 import json
 import math
 import subprocess
 import sys
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
-from lit_qrl.run.event_log import log_event
-from lit_qrl.run.loggers import RunCSVLogger
+from tests.examples.scripts import EXAMPLES, importing, write_run
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-MODULES = ("study", "study_report", "dial", "paired", "summary", "verdicts", "pilot_figure", "run")
 LEARNER = {"s10+none+bf16": 0.9, "s10+none+int4": 0.2, "s10+tis+int4": 0.7, "s10+none+int4_aligned": 0.88}
 
 
 @pytest.fixture
-def run(monkeypatch):
-    for folder in ("mismatch_dial", "", "evidence_study"):
-        monkeypatch.syspath_prepend(str(EXAMPLES / folder))
-    yield importlib.import_module("run")
-    for name in MODULES:
-        sys.modules.pop(name, None)
+def run():
+    with importing("evidence_study", "", "mismatch_dial") as module:
+        yield module("run")
 
 
 @pytest.fixture
@@ -34,38 +26,9 @@ def jobs(run, tmp_path):
 
 def finish(run, job, learner, sampler=0.5):
     """Write the folder that a run of 40 iterations would leave."""
-    job.folder.mkdir(parents=True)
-    run.studies.record(job)
-    log_event(job.folder, "start", "Training started.", iteration=0)
-    logger = RunCSVLogger(job.folder)
-    for epoch in range(40):
-        row = {"epoch": epoch, "reward/mean": sampler, "mismatch/abs_log_ratio": 0.1, "mismatch/ess_ratio": 0.8}
-        logger.log_metrics(row | ({"val/accuracy": learner + epoch / 1000} if epoch % 10 == 9 else {}), step=epoch)
-    log_event(job.folder, "finish", "Training ended.", iteration=40)
-
-
-@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 5, 9, 30])
-@pytest.mark.parametrize("t", [0.0, 0.7, 2.3, 6.0])
-def test_probabilities_are_those_of_the_integrated_density(run, t, freedom):
-    paired = sys.modules["summary"].paired_test.__globals__
-    constant = math.gamma((freedom + 1) / 2) / math.sqrt(freedom * math.pi) / math.gamma(freedom / 2)
-    steps = 20_000
-    width = abs(t) / steps
-    middle = ((i + 0.5) * width for i in range(steps))
-    inside = 2 * width * math.fsum(constant * (1 + x * x / freedom) ** (-(freedom + 1) / 2) for x in middle)
-    assert paired["t_probability"](t, freedom) == pytest.approx(1 - inside, abs=1e-7)
-    assert paired["t_probability"](-t, freedom) == paired["t_probability"](t, freedom)
-
-
-def test_holm_against_its_definition(run):
-    holm = sys.modules["summary"].holm
-    given = {"a": 0.001, "b": 0.2, "c": 0.012, "d": 0.013, "e": 0.9}
-    ordered = sorted(given, key=given.get)
-    expected = {
-        name: max(min(1.0, (5 - j) * given[ordered[j]]) for j in range(i + 1)) for i, name in enumerate(ordered)
-    }
-    assert holm(given) == pytest.approx(expected)
-    assert holm({}) == {}
+    same = {"reward/mean": sampler, "mismatch/abs_log_ratio": 0.1, "mismatch/ess_ratio": 0.8}
+    evaluated = [{"val/accuracy": learner + epoch / 1000} if epoch % 10 == 9 else {} for epoch in range(40)]
+    write_run(job, run.studies.record, [{"epoch": epoch, **same, **one} for epoch, one in enumerate(evaluated)])
 
 
 def test_paired_tests_of_too_few_and_of_equal_differences(run):

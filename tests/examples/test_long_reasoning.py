@@ -1,40 +1,17 @@
-import importlib
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 from lit_qrl.data.tasks.generated import is_held_out
-from lit_qrl.run.event_log import log_event
-from lit_qrl.run.loggers import RunCSVLogger
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
-MODULES = (
-    "addition",
-    "arms",
-    "figure",
-    "probe",
-    "warm_start",
-    "build",
-    "study",
-    "study_report",
-    "dial",
-    "paired",
-    "summary",
-    "verdicts",
-)
+from tests.examples.scripts import importing, write_run
 
 
 @pytest.fixture
-def example(monkeypatch):
-    for folder in ("tiny_model", "mismatch_dial", "", "evidence_study", "long_reasoning"):
-        monkeypatch.syspath_prepend(str(EXAMPLES / folder))
-    yield importlib.import_module
-    for name in (*MODULES, "pilot_figure", "run"):
-        sys.modules.pop(name, None)
+def example():
+    with importing("long_reasoning", "evidence_study", "", "mismatch_dial", "tiny_model") as module:
+        yield module
 
 
 def test_the_answer_is_the_sum_of_the_numbers(example):
@@ -103,14 +80,11 @@ def test_the_dial_moves_the_quantized_policy_alone(example, tmp_path):
 
 def finish(arms, job, accuracies, reward):
     """Write the folder that a run would leave which was evaluated every second iteration, and before the first."""
-    job.folder.mkdir(parents=True)
-    arms.studies.record(job)
-    log_event(job.folder, "start", "Training started.", iteration=0)
-    logger = RunCSVLogger(job.folder)
-    logger.log_metrics({"epoch": -1, "val/accuracy": accuracies[0]}, step=-1)
-    for epoch in range(2 * len(accuracies) - 2):
-        row = {"epoch": epoch, "reward/mean": reward, "mismatch/abs_log_ratio": 0.1 * (epoch + 1)}
-        logger.log_metrics(row | ({"val/accuracy": accuracies[(epoch + 1) // 2]} if epoch % 2 else {}), step=epoch)
+    rows = [{"epoch": -1, "val/accuracy": accuracies[0]}]
+    for at in range(2 * len(accuracies) - 2):
+        row = {"epoch": at, "reward/mean": reward, "mismatch/abs_log_ratio": 0.1 * (at + 1)}
+        rows.append(row | ({"val/accuracy": accuracies[(at + 1) // 2]} if at % 2 else {}))
+    write_run(job, arms.studies.record, rows)
 
 
 def test_the_pilot_chooses_the_rate_at_which_a_bf16_sampler_gets_furthest(example, tmp_path):

@@ -1,26 +1,20 @@
 """The odds of a loss: the callback, and what it says of an audit."""
 
-import importlib
 import math
-import sys
-from pathlib import Path
 
 import pytest
 
 from lit_qrl.callbacks import AIS, GeometricRejection, TruncatedIS
 from lit_qrl.errors import ConfigError
 from tests.callbacks.test_guard import events
+from tests.examples.scripts import importing
 from tests.tiny_run import fit
-
-FOLDER = Path(__file__).parents[2] / "examples" / "evidence_grid"
 
 
 @pytest.fixture
-def forecast(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    yield importlib.import_module("loss_forecast")
-    for name in ("loss_forecast", "loss_models", "loss_odds"):
-        sys.modules.pop(name, None)
+def forecast():
+    with importing("evidence_grid") as module:
+        yield module("loss_forecast")
 
 
 def row(model, **changed):

@@ -1,6 +1,3 @@
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -9,19 +6,17 @@ from lit_qrl import formats
 from lit_qrl.errors import ConfigError
 from lit_qrl.network.linears import quantizable_linears
 from lit_qrl.network.wiring import norms_before_projections
+from tests.examples.scripts import ROOT, importing
 from tests.families.configs import BY_TYPE, random_network
 
-ROOT = Path(__file__).parents[2]
 POLICY = ROOT / "models" / "tiny-prefix-sum"
 TOKENS = torch.arange(24)[None]
 
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("mismatch_dial", ROOT / "examples" / "mismatch_dial" / "dial.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    with importing("mismatch_dial") as module:
+        yield module("dial")
 
 
 def load(folder, dtype=torch.float32):

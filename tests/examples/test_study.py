@@ -1,4 +1,3 @@
-import importlib
 import json
 import math
 import sys
@@ -8,10 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lit_qrl.run.event_log import log_event
-from lit_qrl.run.loggers import RunCSVLogger
+from tests.examples.scripts import EXAMPLES, importing, write_run
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 STUDIES = ("real_study", "mismatch_study", "alignment_study", "qerl_study", "mixture_study")
 
 TOML = """
@@ -41,11 +38,9 @@ data = { passes = 2 }
 
 
 @pytest.fixture
-def study(monkeypatch):
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    yield importlib.import_module("study")
-    for name in ("study", "study_report"):
-        sys.modules.pop(name, None)
+def study():
+    with importing("") as module:
+        yield module("study")
 
 
 @pytest.fixture
@@ -58,15 +53,12 @@ def small(study, tmp_path):
 
 def fake_run(study, job, accuracies, log_ratio=0.01, ending="finish"):
     """Write the folder that a run of `job` would leave."""
-    job.folder.mkdir(parents=True)
-    (job.folder / study.COMMAND_FILE).write_text(json.dumps({"fingerprint": job.fingerprint}))
-    log_event(job.folder, "start", "Training started.", iteration=0)
-    logger = RunCSVLogger(job.folder)
-    for epoch, accuracy in enumerate(accuracies):
-        row = {"reward/mean": accuracy / 2, "mismatch/abs_log_ratio": log_ratio, "mismatch/ess_ratio": 1 - log_ratio}
-        logger.log_metrics({"epoch": epoch, **row, "mismatch/kl_k3": 0.001, "val/accuracy": accuracy}, step=epoch)
-    if ending:
-        log_event(job.folder, ending, "Training ended.", iteration=len(accuracies))
+    rows = [
+        {"epoch": epoch, "reward/mean": accuracy / 2, "mismatch/abs_log_ratio": log_ratio, "val/accuracy": accuracy}
+        for epoch, accuracy in enumerate(accuracies)
+    ]
+    more = {"mismatch/ess_ratio": 1 - log_ratio, "mismatch/kl_k3": 0.001}
+    write_run(job, study.record, [row | more for row in rows], ending)
 
 
 def test_shipped_studies_have_the_arms_of_their_question(study):

@@ -1,7 +1,4 @@
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,23 +7,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lit_qrl.data.tasks.generated import is_held_out
 from lit_qrl.data.tasks.sudoku import CELLS, Sudoku
 from lit_qrl.network.denoising import denoises
+from tests.examples.scripts import ROOT, importing
 
-ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "examples" / "tiny_model"
 SHIPPED = ROOT / "models" / "tiny-diffusion-sudoku"
 MAX_BYTES = 4_000_000
 
 
 @pytest.fixture(scope="module")
 def script():
-    sys.path.insert(0, str(FOLDER))
-    spec = importlib.util.spec_from_file_location("tiny_diffusion_build", FOLDER / "build_diffusion.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name], sys.modules["build"]
-    sys.path.remove(str(FOLDER))
+    with importing("tiny_model") as module:
+        yield module("build_diffusion")
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,4 @@
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +9,8 @@ from lit_qrl.network.experts import expert_weights
 from lit_qrl.network.routing import routers
 from lit_qrl.rewards.puzzles import evaluate
 from tests.data.tasks.test_countdown_solver import brute_force
+from tests.examples.scripts import ROOT, importing
 
-ROOT = Path(__file__).parents[2]
 SHIPPED = ROOT / "models" / "tiny-countdown"
 PRODUCTS = ROOT / "models" / "tiny-countdown-products"
 MIXTURE = ROOT / "models" / "tiny-moe-countdown"
@@ -22,12 +19,8 @@ MAX_BYTES = 4_000_000
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("tiny_model_build", ROOT / "examples" / "tiny_model" / "build.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+    with importing("tiny_model") as module:
+        yield module("build")
 
 
 @pytest.fixture(scope="module")

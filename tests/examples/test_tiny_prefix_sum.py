@@ -1,7 +1,4 @@
-import importlib
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -9,20 +6,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lit_qrl.data.tasks import PrefixSum
 from lit_qrl.data.tasks.generated import is_held_out
+from tests.examples.scripts import ROOT, importing
 
-ROOT = Path(__file__).parents[2]
 SHIPPED = ROOT / "models" / "tiny-prefix-sum"
 MAX_BYTES = 1_000_000
 
 
 @pytest.fixture(scope="module")
 def script():
-    folder = str(ROOT / "examples" / "tiny_model")
-    sys.path.insert(0, folder)
-    yield importlib.import_module("prefix_sum")
-    sys.path.remove(folder)
-    for name in ("prefix_sum", "build"):
-        sys.modules.pop(name, None)
+    with importing("tiny_model") as module:
+        yield module("prefix_sum")
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from typing import ClassVar
 
 import pytest
 import torch
-from compressed_tensors.quantization import QuantizationConfig
 
 from lit_qrl import formats
 from lit_qrl.formats.base import NumberFormat, QuantizedWeight, compressed_tensors_config, expect_shape
@@ -100,32 +99,11 @@ def test_a_format_that_cannot_be_published_cannot_be_made():
 
 def test_a_format_is_shown_by_name_and_settings():
     assert str(formats.get("nvfp4")) == "nvfp4"
-    assert str(formats.get("int4_group", group_size=64)) == "int4_group (group_size 64)"
+    assert str(formats.get("nvfp4:four_over_six")) == "nvfp4 (four_over_six)"
     assert str(formats.get("int4_group", activations="fp8")) == "int4_group (group_size 128, activations fp8)"
 
 
 WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
-
-
-def test_the_library_reads_the_configuration_that_was_meant():
-    made = compressed_tensors_config("pack-quantized", weights=WEIGHTS, ignore=("lm_head", "model.layers.0.mlp.gate"))
-    config = QuantizationConfig.model_validate(made)
-    assert (config.format, config.ignore) == ("pack-quantized", ["lm_head", "model.layers.0.mlp.gate"])
-    (scheme,) = config.config_groups.values()
-    assert scheme.targets == ["Linear"]
-    weights = scheme.weights
-    assert (weights.num_bits, weights.group_size, weights.symmetric, weights.dynamic) == (4, 32, True, False)
-    assert scheme.input_activations is scheme.output_activations is config.kv_cache_scheme is None
-
-
-def test_activations_are_dynamic_and_symmetric_unless_said_otherwise():
-    activations = {"num_bits": 8, "type": "float", "strategy": "token"}
-    made = compressed_tensors_config("float-quantized", weights=WEIGHTS, activations=activations)
-    (scheme,) = QuantizationConfig.model_validate(made).config_groups.values()
-    assert scheme.input_activations.dynamic is True
-    assert scheme.input_activations.symmetric is True
-    made = compressed_tensors_config("x", weights=WEIGHTS, activations={**activations, "dynamic": False})
-    assert made["config_groups"]["group_0"]["input_activations"]["dynamic"] is False
 
 
 @pytest.mark.parametrize("ignore", [("lm_head",), ["a", "b"]])

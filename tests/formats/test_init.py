@@ -125,8 +125,10 @@ def test_the_configuration_is_read_back_by_compressed_tensors(name):
     parsed = QuantizationConfig.model_validate(config)
     assert parsed.ignore == ["lm_head", "model.layers.0.mlp.down_proj"]
     scheme = parsed.config_groups["group_0"]
-    assert scheme.weights.symmetric
+    assert (scheme.targets, scheme.weights.symmetric, scheme.weights.dynamic) == (["Linear"], True, False)
+    assert scheme.output_activations is parsed.kv_cache_scheme is None
     assert (scheme.input_activations is not None) == build(name).quantizes_activations
+    assert scheme.input_activations is None or (scheme.input_activations.dynamic and scheme.input_activations.symmetric)
 
 
 @pytest.mark.parametrize("name", ALL)

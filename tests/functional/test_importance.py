@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.functional import importance as F
+from lit_qrl.functional.rejection import opsm_keep, ratio_keep, token_veto
 from tests.functional.helpers import DTYPES, RTOL, Ranks, listed, no_host_sync, rows, spread_out
 
 INF = math.inf
@@ -51,8 +52,8 @@ CASES = {
         lambda d, m: F.geometric_masked(d, m, None, 1.2),
         lambda r: band(math.exp(mean(r)), 1 / 1.2, 1.2),
     ),
-    "geometric_keep": (lambda d, m: F.geometric_keep(d, m, 0.9, 1.1), lambda r: float(0.9 <= math.exp(mean(r)) <= 1.1)),
-    "token_veto": (lambda d, m: F.token_veto(d, m), lambda r: float(all(math.exp(x) >= 1e-4 for x in r))),
+    "geometric_keep": (lambda d, m: ratio_keep(d, m, 0.9, 1.1), lambda r: float(0.9 <= math.exp(mean(r)) <= 1.1)),
+    "token_veto": (lambda d, m: token_veto(d, m), lambda r: float(all(math.exp(x) >= 1e-4 for x in r))),
 }
 
 
@@ -90,7 +91,7 @@ def test_opsm_equals_the_loop():
     learner, sampler, mask, advantages = rows()
     d = F.log_ratio(learner - 0.2, sampler, mask)
     with no_host_sync():
-        got = F.opsm_keep(d, mask, advantages, 0.05)
+        got = opsm_keep(d, mask, advantages, 0.05)
     wanted = [
         float(a >= 0 or mean([-x for x in r]) <= 0.05)
         for r, a in zip(listed(d, mask), advantages.tolist(), strict=True)
@@ -172,7 +173,7 @@ def test_equal_policies_give_weights_of_exactly_one():
         got = function(d, mask)
         assert torch.equal(got.float(), torch.ones(mask.shape)), name
     assert torch.equal(F.sequence_truncated(d, mask, F.adaptive_upper(d, mask), None), torch.ones(mask.shape))
-    assert F.opsm_keep(d, mask, advantages, 1e-9).all()
+    assert opsm_keep(d, mask, advantages, 1e-9).all()
     for level in ("token", "sequence"):
         assert torch.equal(F.batch_normalized(torch.ones(mask.shape), mask, level), torch.ones(mask.shape))
 
@@ -184,7 +185,7 @@ def test_length_bias_of_sequence_weights_and_none_of_geometric_ones():
         assert (round(weight, 2) == 2.59) == kept
         assert (weight == 5.0) != kept
         assert float(F.geometric_truncated(d, mask, 5.0)[0, 0]) == pytest.approx(1.1, rel=1e-5)
-        assert bool(F.geometric_keep(d, mask, None, 1.11).all())
+        assert bool(ratio_keep(d, mask, None, 1.11).all())
     for per_token, product in ((1.01, 7.3), (1.05, 17292)):
         d, mask = torch.full((1, 200), math.log(per_token), dtype=torch.float64), torch.ones(1, 200, dtype=torch.bool)
         assert float(F.sequence_truncated(d, mask, INF)[0, 0]) == pytest.approx(product, rel=3e-3)
@@ -230,10 +231,10 @@ def test_weights_stay_within_their_bounds(values, lengths, upper):
         lambda d, m: F.token_truncated(d, m, math.nan),
         lambda d, m: F.token_masked(d, m, 3.0, 2.0),
         lambda d, m: F.sequence_masked(d, m, -1.0, 2.0),
-        lambda d, m: F.geometric_keep(d, m, 1.001, 1.01),
-        lambda d, m: F.token_veto(d, m, -9.2),
-        lambda d, m: F.token_veto(d, m, 1.0),
-        lambda d, m: F.opsm_keep(d, m, torch.zeros(1), 0.0),
+        lambda d, m: ratio_keep(d, m, 1.001, 1.01),
+        lambda d, m: token_veto(d, m, -9.2),
+        lambda d, m: token_veto(d, m, 1.0),
+        lambda d, m: opsm_keep(d, m, torch.zeros(1), 0.0),
     ],
 )
 def test_bad_bounds_are_refused_with_a_remedy(call):
@@ -241,6 +242,7 @@ def test_bad_bounds_are_refused_with_a_remedy(call):
         call(torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool))
 
 
-def test_completions_without_a_column_are_refused():
-    with pytest.raises(ValueError, match="empty"):
-        F.sequence_truncated(torch.zeros(2, 0), torch.zeros(2, 0, dtype=torch.bool))
+@pytest.mark.parametrize("name", CASES)
+def test_completions_without_a_column_are_refused(name):
+    with pytest.raises(ValueError, match=r"completions are empty.*Expected: at least one column.*Given: .*\(2, 0\)"):
+        CASES[name][0](torch.zeros(2, 0), torch.zeros(2, 0, dtype=torch.bool))

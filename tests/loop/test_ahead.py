@@ -443,7 +443,7 @@ def test_an_error_that_is_no_death_ends_the_run(tmp_path):
 
 def test_several_processes_draw_anew_what_one_had_drawn(tmp_path):
     _, _, data = build(tmp_path, engine=Apart(), data=THREE_OFF)
-    saved = {"drafts": [{"iteration": 1, "start": 4}], "ages": {"0": 3}, "weights": {}}
+    saved = {"drafts": [{"iteration": 1, "start": 4, "completions": []}], "ages": {"0": 3}, "weights": {}}
     for processes, position, due in ((1, 9, {2, 3}), (2, 4, {1, 2, 3})):
         data.trainer = SimpleNamespace(world_size=processes)
         data.load_state_dict({"position": 9, "ahead": saved})

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback
 from lit_qrl.callbacks import AIS, GeometricRejection, Guard, MaskedIS, RLCallback, TokenVeto, TruncatedIS
 from lit_qrl.loop.budget import TokenBudget
 from lit_qrl.loop.contracts import MicroBatches
-from lit_qrl.loop.correction import Scoring, scoring_of, weigh, weigh_here
+from lit_qrl.loop.correction import ScoredWhen, scored_when, weigh, weigh_here
 from lit_qrl.module import GRPOModule
 from lit_qrl.objective import GRPO, TBPO
 from lit_qrl.policy import CausalPolicy
@@ -38,7 +38,7 @@ def learner(objective, callbacks=(), passes=1, mini_batches=1, parts=2, dropout=
 
 
 def needs_learner_old(learner):
-    return scoring_of(learner) is Scoring.BEFORE
+    return scored_when(learner) is ScoredWhen.BEFORE
 
 
 @pytest.mark.parametrize("callback", LOCAL, ids=lambda c: f"{type(c).__name__}-{c.level}")

@@ -62,20 +62,16 @@ def test_a_revived_engine_is_asked_for_the_same_once_more():
 
 def test_the_bar_moves_where_it_can():
     moved = []
-    bar = SimpleNamespace(update_generation=lambda *given: moved.append(given))
-    progress = progress_of(SimpleNamespace(progress_bar_callback=bar), "rollout", 8)
-    assert progress is not None
-    progress(3, 20)
-    assert moved == [("rollout", 3, 8, 20)]
-    assert progress_of(SimpleNamespace(progress_bar_callback=object()), "rollout", 8) is None
-
-
-def test_rewards_move_the_bar_where_it_can():
-    shown = []
-    bar = SimpleNamespace(update_scoring=lambda *given: shown.append(given))
-    scoring_progress(SimpleNamespace(progress_bar_callback=bar), "judge")(3, 8)
-    assert shown == [("judge", 3, 8)]
-    assert scoring_progress(SimpleNamespace(progress_bar_callback=None), "judge") is None
+    bar = SimpleNamespace(
+        update_generation=lambda *given: moved.append(given), update_scoring=lambda *given: moved.append(given)
+    )
+    trainer = SimpleNamespace(progress_bar_callback=bar)
+    progress_of(trainer, "rollout", 8)(3, 20)
+    scoring_progress(trainer, "judge")(3, 8)
+    assert moved == [("rollout", 3, 8, 20), ("judge", 3, 8)]
+    for other in (object(), None):
+        assert progress_of(SimpleNamespace(progress_bar_callback=other), "rollout", 8) is None
+        assert scoring_progress(SimpleNamespace(progress_bar_callback=other), "judge") is None
     assert scoring_progress(None, "judge") is None
 
 

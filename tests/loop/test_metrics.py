@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lit_qrl.loop.evaluation import AverageAtK, PassAtK
+from lit_qrl.loop.evaluation import PassAtK
 from lit_qrl.loop.state import IterationMetrics, log_row
 from lit_qrl.types import no_all_reduce
 
@@ -25,13 +25,6 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_correct_sample():
 def test_pass_at_k_refuses_too_few_samples():
     with pytest.raises(ValueError, match="at least 4 samples"):
         PassAtK(4).update(torch.zeros(2, 3, dtype=torch.bool))
-
-
-def test_average_at_k():
-    metric = AverageAtK()
-    metric.update(torch.tensor([[True, False, False, False]]))
-    metric.update(torch.tensor([[True, True, True, True]]))
-    assert float(metric.compute()) == pytest.approx(0.625)
 
 
 def test_iteration_metrics_weigh_by_count_and_start_anew():

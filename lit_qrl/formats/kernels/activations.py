@@ -62,6 +62,7 @@ def e4m3_group_dequantized(x: Tensor, group: int) -> Tensor:
     return round_e4m3(groups / scale).mul_(scale).flatten(-2)[..., : x.shape[-1]]
 
 
-def int8_rounded(x: Tensor, scale: Tensor) -> Tensor:
-    """Return `x / scale` ("m k") rounded to integers in −127 … 127, in fp32."""
-    return (x.float() / scale).round_()
+def int8_rounded(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `x` ("m k") under a scale for each row as integers in −127 … 127, in fp32, and the scales "m 1"."""
+    scale = dynamic_scale(x, -1, INT8_ACTIVATION_STEPS)
+    return (x.float() / scale).round_(), scale

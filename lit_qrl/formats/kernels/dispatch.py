@@ -1,7 +1,7 @@
 """Quantizers in one pass over memory, where Triton is there; the same numbers from plain torch operations elsewhere."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -142,21 +142,11 @@ def fp8_rows(weight: Tensor) -> tuple[Tensor, Tensor] | None:
 
 def int4_groups(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor] | None:
     """Return codes and scales of `Int4Group.quantize` from one kernel, or None where there is none."""
-    if not available(weight, "int4_weights") or not _power_of_two(group_size):
+    if not available(weight, "int4_weights") or group_size & (group_size - 1):  # no power of two
         return None
     from lit_qrl.formats.kernels import values_triton
 
     return values_triton.int4_groups(weight, group_size)
-
-
-def int4_values(codes: Tensor, scales: Tensor, group_size: int, dtype: torch.dtype) -> Tensor | None:
-    """Return the weight of `Int4Group.dequantize` from one kernel, or None where there is none."""
-    if not available(codes, "values"):
-        return None
-    from lit_qrl.formats.kernels import values_triton
-
-    shape = (codes.shape[0], codes.shape[1] * 8)
-    return values_triton.values(codes, scales, group_size, values_triton.INT4, shape, dtype)
 
 
 def scaled_values(codes: Tensor, scales: Tensor, dtype: torch.dtype, block: tuple[int, int] = (1, 1)) -> Tensor | None:
@@ -175,36 +165,30 @@ def scaled_values(codes: Tensor, scales: Tensor, dtype: torch.dtype, block: tupl
     return values_triton.scaled_values(codes, scales, dtype, block)
 
 
-def fp4_values(
-    codes: Tensor, scales: Tensor, block: int, dtype: torch.dtype, divisor: Tensor | None = None
+def packed_values(
+    codes: Tensor,
+    scales: Tensor,
+    block: int,
+    kind: Literal["INT4", "FP4", "NF4"],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    divisor: Tensor | None = None,
+    table: Tensor | None = None,
 ) -> Tensor | None:
-    """Return the weight of `NVFP4.dequantize` or `MXFP4.dequantize` from one kernel, or None where there is none.
+    """Return the weight that packed 4-bit codes and their scales stand for, from one kernel; None where there is none.
 
     Args:
-        codes: "out in/2", or "matrices out in/2".
-        scales: in the order of the codes.
+        codes: eight in four bytes.
+        scales: one per `block` weights, in their order; E4M3, exponents (E8M0), or floating point.
         block: weights that share a scale.
+        kind: what a code means.
+        shape: of the weight, or of a stack of them.
         dtype: of the weight.
         divisor: of all scales, or as many as there are matrices; None divides none.
+        table: the 16 numbers of NF4.
     """
     if not (available_for_e4m3(codes, "values") if scales.dtype == E4M3 else available(codes, "values")):
         return None
     from lit_qrl.formats.kernels import values_triton
 
-    shape = (*codes.shape[:-1], codes.shape[-1] * 2)
-    return values_triton.values(codes, scales, block, values_triton.FP4, shape, dtype, divisor)
-
-
-def nf4_values(
-    codes: Tensor, scales: Tensor, block: int, shape: tuple[int, int], dtype: torch.dtype, table: Tensor
-) -> Tensor | None:
-    """Return the weight of `NF4.dequantize` from one kernel, or None where there is none."""
-    if not available(codes, "values"):
-        return None
-    from lit_qrl.formats.kernels import values_triton
-
-    return values_triton.values(codes, scales, block, values_triton.NF4, shape, dtype, table=table)
-
-
-def _power_of_two(size: int) -> bool:
-    return size & (size - 1) == 0
+    return values_triton.values(codes, scales, block, getattr(values_triton, kind), shape, dtype, divisor, table)

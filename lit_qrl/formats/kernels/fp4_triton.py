@@ -9,17 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lit_qrl.formats.kernels.fp8_triton import _greater
 from lit_qrl.formats.numerics import E4M3, E4M3_MAX, FP4_MAX
 
 BLOCK = 16
 # Blocks of one program: one for each thread of four warps.
 BLOCKS = 128
 _MAX = tl.constexpr(E4M3_MAX)
-
-
-@triton.jit
-def _greater(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lit_qrl.formats.numerics import E4M3, E4M3_MAX
-from lit_qrl.functional._launch import Launch, pieces, power_of_2
+from lit_qrl.functional._launch import pieces, power_of_2
 
 TILE = 128
 WHOLE = 4096
@@ -96,9 +96,6 @@ def _blocks_kernel(w, codes, scales, n, k, stride, eps, LOW: tl.constexpr, SIZE:
     tl.store(scales + block_n * tl.num_programs(0) + block_k, scale.to(scales.dtype.element_ty))
 
 
-_blocks = Launch(_blocks_kernel)
-
-
 def fp8_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return E4M3 codes "n k" and scales "n/128 k/128" of a weight, as `FP8Block.quantize` makes them."""
     weight = weight.contiguous()
@@ -108,7 +105,7 @@ def fp8_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
     scales = torch.empty((grid[1], grid[0]), dtype=weight.dtype, device=weight.device)
     eps = torch.finfo(weight.dtype).eps
     low = weight.dtype != torch.float32
-    _blocks(grid, (weight, codes, scales), (n, k, weight.stride(0), eps), (low, TILE), num_warps=8)
+    _blocks_kernel[grid](weight, codes, scales, n, k, weight.stride(0), eps, low, TILE, num_warps=8)
     return codes, scales
 
 
@@ -135,9 +132,6 @@ def _rows_kernel(w, codes, scales, k, eps, LOW: tl.constexpr, SIZE: tl.constexpr
     tl.store(scales + row + tl.arange(0, 1), scale.to(scales.dtype.element_ty))
 
 
-_rows = Launch(_rows_kernel)
-
-
 def fp8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return E4M3 codes "n k" and scales "n 1" of a weight, as `FP8Row.quantize` makes them."""
     weight = weight.contiguous()
@@ -147,7 +141,7 @@ def fp8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     eps = torch.finfo(weight.dtype).eps
     low = weight.dtype != torch.float32
     size = min(power_of_2(k), 4096)
-    _rows((n,), (weight, codes, scales), (k, eps), (low, size), num_warps=8)
+    _rows_kernel[(n,)](weight, codes, scales, k, eps, low, size, num_warps=8)
     return codes, scales
 
 
@@ -170,9 +164,6 @@ def _token_kernel(x, codes, scales, stride, K: tl.constexpr, SIZE: tl.constexpr)
     tl.store(scales + row + tl.arange(0, 1), scale)
 
 
-_token = Launch(_token_kernel)
-
-
 def e4m3_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return E4M3 codes "m k" and scales "m 1" of `x` with a scale per row."""
     if x.stride(-1) != 1:
@@ -181,7 +172,7 @@ def e4m3_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
     codes = torch.empty((m, k), dtype=E4M3, device=x.device)
     scales = torch.empty((m, 1), dtype=torch.float32, device=x.device)
     # 4096 values a step keep a row's state in registers at eight warps
-    _token((m,), (x, codes, scales), (x.stride(0),), (k, min(power_of_2(k), 4096)), num_warps=8)
+    _token_kernel[(m,)](x, codes, scales, x.stride(0), k, min(power_of_2(k), 4096), num_warps=8)
     return codes, scales
 
 
@@ -210,9 +201,6 @@ def _whole_kernel(x, partial, codes, scales, n, count, SIZE: tl.constexpr, COUNT
     tl.store(scales + tl.arange(0, 1), scale, mask=tl.arange(0, 1) + tl.program_id(0) == 0)
 
 
-_largest, _whole = Launch(_largest_kernel), Launch(_whole_kernel)
-
-
 def e4m3_whole(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return E4M3 codes "m k" and the one scale of `x`, a number."""
     x = x.contiguous()
@@ -223,6 +211,6 @@ def e4m3_whole(x: Tensor) -> tuple[Tensor, Tensor]:
     programs = pieces(n, WHOLE)
     count = min(programs, 1024)
     partial = torch.empty(count, dtype=torch.float32, device=x.device)
-    _largest((count,), (x, partial), (n,), (WHOLE,), num_warps=8)
-    _whole((programs,), (x, partial, codes, scale), (n, count), (WHOLE, 1024), num_warps=8)
+    _largest_kernel[(count,)](x, partial, n, WHOLE, num_warps=8)
+    _whole_kernel[(programs,)](x, partial, codes, scale, n, count, WHOLE, 1024, num_warps=8)
     return codes, scale.reshape(())

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lit_qrl.functional._launch import Launch, pieces, power_of_2
+from lit_qrl.functional._launch import pieces, power_of_2
 
 # A program holds a row's gain, sum and two inputs: sixteen columns a thread leave room for two programs at sixteen
 # warps. A wider row is read twice, first for its mean; of narrow ones, heads say, a program has several.
@@ -73,9 +73,6 @@ def _norm_kernel(
         tl.store(rstd + tl.program_id(0), inverse)
 
 
-_norm = Launch(_norm_kernel)
-
-
 def _shape(k: int) -> tuple[bool, int, int]:
     """Return whether a program holds rows of k columns whole, the columns of a piece, and its rows."""
     whole = k <= WIDEST
@@ -110,9 +107,9 @@ def norm(
     y = torch.empty_like(x) if scale else summed
     rstd = torch.empty(m, dtype=torch.float32, device=x.device)
     whole, size, rows = _shape(k)
-    _norm(
-        (pieces(m, rows),), (x, x if residual is None else residual.contiguous(), weight, summed, y, rstd),
-        (m, k, float(eps)), (residual is not None, scale, whole, rows, size), num_warps=_warps(rows * size),
+    _norm_kernel[(pieces(m, rows),)](
+        x, x if residual is None else residual.contiguous(), weight, summed, y, rstd, m, k, float(eps),
+        residual is not None, scale, whole, rows, size, num_warps=_warps(rows * size),
     )  # fmt: skip
     return summed, y, rstd
 
@@ -161,9 +158,6 @@ def _norm_backward_kernel(
     tl.store(grad_weight + tl.program_id(0) * k + column, tl.sum(total, axis=0), mask=column < k)
 
 
-_norm_means, _norm_backward = Launch(_norm_means_kernel), Launch(_norm_backward_kernel)
-
-
 def norm_backward(
     grad: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, beside: Tensor | None = None, programs: int = 528,
     warps: int = 0,
@@ -185,13 +179,12 @@ def norm_backward(
     means, parts = rstd, pieces(k, size)
     if not whole:
         means = torch.empty_like(rstd)
-        _norm_means((m,), (grad, x, rstd, weight, means), (k,), (PART,), num_warps=8)
+        _norm_means_kernel[(m,)](grad, x, rstd, weight, means, k, PART, num_warps=8)
     programs = max(min(programs // parts, pieces(m, rows)), 1)
     grad_x = torch.empty_like(x)
     partial = torch.empty((programs, k), dtype=torch.float32, device=x.device)
-    _norm_backward(
-        (programs, parts),
-        (grad, x, grad if beside is None else beside.contiguous(), rstd, weight, means, grad_x, partial),
-        (m, k), (beside is not None, whole, rows, size), num_warps=warps or _warps(rows * size),
+    _norm_backward_kernel[programs, parts](
+        grad, x, grad if beside is None else beside.contiguous(), rstd, weight, means, grad_x, partial, m, k,
+        beside is not None, whole, rows, size, num_warps=warps or _warps(rows * size),
     )  # fmt: skip
     return grad_x, partial.sum(dim=0)

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lit_qrl.functional._launch import Launch, pieces, power_of_2
+from lit_qrl.formats.kernels.turned_triton import _turn
+from lit_qrl.functional._launch import pieces, power_of_2
 
 HEADS = 4
 """Heads that a program turns at once."""
@@ -34,22 +35,12 @@ def _rotate_kernel(
     at = x + token * row_stride + head[:, None] * head_stride + column[None, :]
     first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
-    rotation = token * 2 * HALF + column
-    cos_first = tl.load(cos + rotation, mask=column < HALF, other=0.0).to(tl.float32)[None, :]
-    cos_second = tl.load(cos + rotation + HALF, mask=column < HALF, other=0.0).to(tl.float32)[None, :]
-    sin_first = tl.load(sin + rotation, mask=column < HALF, other=0.0).to(tl.float32)[None, :]
-    sin_second = tl.load(sin + rotation + HALF, mask=column < HALF, other=0.0).to(tl.float32)[None, :]
-    a, b = (first * cos_first).to(dtype).to(tl.float32), (second * cos_second).to(dtype).to(tl.float32)
-    if BACK:  # the transpose: what each half gave to the other comes back
-        c, d = (second * sin_second).to(dtype).to(tl.float32), -(first * sin_first).to(dtype).to(tl.float32)
-    else:
-        c, d = -(second * sin_first).to(dtype).to(tl.float32), (first * sin_second).to(dtype).to(tl.float32)
+    cos += token * 2 * HALF
+    sin += token * 2 * HALF
+    first, second = _turn(first, second, cos, sin, HALF, column, column < HALF, dtype, BACK)
     to = out + token * out_row_stride + head[:, None] * out_head_stride + column[None, :]
-    tl.store(to, (a + c).to(dtype), mask=inside)
-    tl.store(to + HALF, (b + d).to(dtype), mask=inside)
-
-
-_rotate = Launch(_rotate_kernel)
+    tl.store(to, first, mask=inside)
+    tl.store(to + HALF, second, mask=inside)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool = False, in_place: bool = False) -> Tensor:
@@ -71,8 +62,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool = False, in_place: bo
     out = x if in_place else torch.empty((n, heads, dim), dtype=x.dtype, device=x.device)
     half = dim // 2
     # Not fused: a compiler that narrows the products to 16 bits would not round one that it adds at once.
-    _rotate(
-        (n, pieces(heads, HEADS)), (x, cos, sin, out), (heads, *x.stride()[:2], *out.stride()[:2]),
-        (half, power_of_2(half), HEADS, back), num_warps=2, enable_fp_fusion=False,
+    _rotate_kernel[n, pieces(heads, HEADS)](
+        x, cos, sin, out, heads, *x.stride()[:2], *out.stride()[:2], half, power_of_2(half), HEADS, back, num_warps=2,
+        enable_fp_fusion=False,
     )  # fmt: skip
     return out

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lit_qrl.functional._launch import Launch, pieces, power_of_2
+from lit_qrl.functional._launch import pieces, power_of_2
 
 SIZE = 2048
 """Numbers of a row that a program takes at most."""
@@ -33,9 +33,6 @@ def _summed_kernel(x, place, copies, out, width, shared, count, SIZE: tl.constex
         tl.store(to, tl.load(x + at * width + column, mask=inside), mask=inside)
 
 
-_summed = Launch(_summed_kernel)
-
-
 def summed(x: Tensor, place: Tensor, copies: Tensor) -> Tensor:
     """Return rows "n …" of `x` ("m …"), the first p of them sums over several.
 
@@ -48,9 +45,7 @@ def summed(x: Tensor, place: Tensor, copies: Tensor) -> Tensor:
     out = torch.empty((len(place), *x.shape[1:]), dtype=x.dtype, device=x.device)
     width = x[0].numel()
     size = min(power_of_2(width), SIZE)
-    _summed(
-        (len(place), pieces(width, size)), (x, place, copies, out), (width, *copies.shape), (size,), num_warps=4
-    )  # fmt: skip
+    _summed_kernel[len(place), pieces(width, size)](x, place, copies, out, width, *copies.shape, size, num_warps=4)
     return out
 
 
@@ -65,9 +60,6 @@ def _returned_kernel(x, index, place, out, width, SIZE: tl.constexpr):
     tl.store(out + row * width + column, values, mask=column < width)
 
 
-_returned = Launch(_returned_kernel)
-
-
 def returned(x: Tensor, index: Tensor, place: Tensor) -> Tensor:
     """Return the gradient "m …" of rows of which " n" were gathered, for the gradient "n …" of those.
 
@@ -80,7 +72,7 @@ def returned(x: Tensor, index: Tensor, place: Tensor) -> Tensor:
     out = torch.empty((len(index), *x.shape[1:]), dtype=x.dtype, device=x.device)
     width = x[0].numel()
     size = min(power_of_2(width), SIZE)
-    _returned((len(index), pieces(width, size)), (x, index, place, out), (width,), (size,), num_warps=4)
+    _returned_kernel[len(index), pieces(width, size)](x, index, place, out, width, size, num_warps=4)
     return out
 
 
@@ -94,9 +86,6 @@ def _added_kernel(x, row, width, SIZE: tl.constexpr):
     tl.store(at, total.to(x.dtype.element_ty), mask=inside)
 
 
-_added = Launch(_added_kernel)
-
-
 def added_to_each(x: Tensor, row: Tensor) -> Tensor:
     """Return `x` with `row` added to each of its rows in place.
 
@@ -106,5 +95,5 @@ def added_to_each(x: Tensor, row: Tensor) -> Tensor:
     """
     width = x.shape[1]
     size = min(power_of_2(width), SIZE)
-    _added((len(x), pieces(width, size)), (x, row), (width,), (size,), num_warps=4)
+    _added_kernel[len(x), pieces(width, size)](x, row, width, size, num_warps=4)
     return x

@@ -16,7 +16,7 @@ from triton.language.extra import libdevice
 
 from lit_qrl.formats.kernels.fp8_triton import TILE, _clamp, _low, _quotient, _scale
 from lit_qrl.formats.numerics import E4M3, E4M3_MAX
-from lit_qrl.functional._launch import Launch, pieces
+from lit_qrl.functional._launch import pieces
 
 PLAIN, NORM, GATED = 0, 1, 2
 WARPS = 8
@@ -127,7 +127,6 @@ def _tiles_kernel(
         tl.store(columns_scale + tile_m * k + column, scale, mask=column < k)  # "k m/128", column by column
 
 
-_tiles = Launch(_tiles_kernel)
 Tiles = tuple[Tensor, tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]
 
 
@@ -171,13 +170,10 @@ def tiles(
         across = torch.empty((k, padded), dtype=E4M3, device=x.device)
         across_scale = torch.empty((tiles_m, k), dtype=torch.float32, device=x.device)
     nothing = x if other is None else other
-    _tiles(
-        (tiles_k, tiles_m),
-        (
-            x, nothing, along_scale if rstd is None else rstd, x if weight is None else weight, y if written else x,
-            along, along_scale, across, across_scale,
-        ),
-        (m, k, x.stride(0), padded), (before, written, rows, columns, TILE, DEEP), num_warps=warps, maxnreg=registers,
+    _tiles_kernel[tiles_k, tiles_m](
+        x, nothing, along_scale if rstd is None else rstd, x if weight is None else weight, y if written else x, along,
+        along_scale, across, across_scale, m, k, x.stride(0), padded, before, written, rows, columns, TILE, DEEP,
+        num_warps=warps, maxnreg=registers,
     )  # fmt: skip
     return y, (along, along_scale.t()) if rows else None, (across, across_scale.t()) if columns else None
 
@@ -205,9 +201,6 @@ def _gated_backward_kernel(
     tl.store(grad_gate + to, (upstream * u * slope).to(grad_gate.dtype.element_ty), mask=inside)
 
 
-_gated_backward = Launch(_gated_backward_kernel)
-
-
 def gated_backward(grad: Tensor, gate: Tensor, up: Tensor, again: bool = False) -> tuple[Tensor, Tensor]:
     """Return the gradients of both factors of SiLU(gate) · up, "m k" each, side by side where the factors are.
 
@@ -228,7 +221,7 @@ def gated_backward(grad: Tensor, gate: Tensor, up: Tensor, again: bool = False) 
     else:
         grad_gate, grad_up = torch.empty((*gate.shape[:-1], 2 * k), dtype=grad.dtype, device=grad.device).split(k, -1)
     tensors = grad, gate, up, grad_gate, grad_up, grad
-    _gated_backward(
-        (pieces(count, size),), tensors, (count, stride, grad_gate.stride(-2)), (k, again, size), num_warps=8
+    _gated_backward_kernel[(pieces(count, size),)](
+        *tensors, count, stride, grad_gate.stride(-2), k, again, size, num_warps=8,
     )  # fmt: skip
     return grad_gate, grad_up

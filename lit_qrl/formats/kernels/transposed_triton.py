@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lit_qrl.functional._launch import Launch, pieces
+from lit_qrl.functional._launch import pieces
 
 SIZE = 128
 """Rows and columns that a program turns."""
@@ -36,9 +36,6 @@ def _transposed_kernel(codes, out, rows, columns, SIZE: tl.constexpr, DEEP: tl.c
     tl.store(out + column.to(tl.int64)[:, None] * rows + to[None, :], turned, mask=written)
 
 
-_transposed = Launch(_transposed_kernel)
-
-
 def transposed(codes: Tensor, warps: int = 4) -> Tensor:
     """Return codes "n k" as "k n".
 
@@ -50,5 +47,5 @@ def transposed(codes: Tensor, warps: int = 4) -> Tensor:
     out = torch.empty((columns, rows), dtype=codes.dtype, device=codes.device)
     grid = pieces(columns, SIZE), pieces(rows, SIZE)
     tensors = codes.view(torch.uint8), out.view(torch.uint8)
-    _transposed(grid, tensors, (rows, columns), (SIZE, DEEP), num_warps=warps)
+    _transposed_kernel[grid](*tensors, rows, columns, SIZE, DEEP, num_warps=warps)
     return out

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lit_qrl.functional._launch import Launch, power_of_2
+from lit_qrl.functional._launch import power_of_2
 
 HEADS, WARPS = 16, 4
 """Heads that a program has in its registers at once, absent ones among them, and its warps: 16 bytes a thread."""
@@ -123,7 +123,6 @@ def _turned_back_kernel(
     _returned_heads(of_v, place, copies, cos, sin, out, row, shared, count, key_heads, HALF, SIZE, HEADS, False)
 
 
-_turned, _turned_back = Launch(_turned_kernel), Launch(_turned_back_kernel)
 Three = tuple[Tensor, Tensor, Tensor]
 
 
@@ -142,10 +141,9 @@ def turned(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, index: Ten
     _, heads, dim = q.shape
     key_heads, half = k.shape[1], dim // 2
     made = tuple(one.new_empty(len(index), *one.shape[1:]) for one in (q, k, v))
-    _turned(
-        (len(index),), (q, k, v, cos.contiguous(), sin.contiguous(), index, *made),
-        (heads, key_heads, q.stride(0), k.stride(0), v.stride(0)), (half, power_of_2(half), HEADS), num_warps=WARPS,
-        enable_fp_fusion=False,
+    _turned_kernel[(len(index),)](
+        q, k, v, cos.contiguous(), sin.contiguous(), index, *made, heads, key_heads, q.stride(0), k.stride(0),
+        v.stride(0), half, power_of_2(half), HEADS, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return made  # pyright: ignore[reportReturnType]
 
@@ -163,10 +161,9 @@ def turned_back(grads: Three, cos: Tensor, sin: Tensor, place: Tensor, copies: T
     of_q, of_k, of_v = (one.contiguous() for one in grads)
     (_, heads, dim), key_heads = of_q.shape, of_k.shape[1]
     out = of_q.new_empty(len(place), (heads + 2 * key_heads) * dim)
-    _turned_back(
-        (len(place),), (of_q, of_k, of_v, cos.contiguous(), sin.contiguous(), place, copies, out),
-        (heads, key_heads, *copies.shape), (dim // 2, power_of_2(dim // 2), HEADS), num_warps=WARPS,
-        enable_fp_fusion=False,
+    _turned_back_kernel[(len(place),)](
+        of_q, of_k, of_v, cos.contiguous(), sin.contiguous(), place, copies, out, heads, key_heads, *copies.shape,
+        dim // 2, power_of_2(dim // 2), HEADS, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     parts = out.split([heads * dim, key_heads * dim, key_heads * dim], dim=1)
     return tuple(part.unflatten(1, (-1, dim)) for part in parts)  # pyright: ignore[reportReturnType]

@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lit_qrl.formats.kernels.fp8_triton import _low, _quotient, _weight_scale
+from lit_qrl.formats.kernels.fp8_triton import _greater, _low, _quotient, _weight_scale
 from lit_qrl.formats.numerics import INT4_STEPS
-from lit_qrl.functional._launch import Launch, pieces
+from lit_qrl.functional._launch import pieces
 
 INT4, FP4, NF4 = 0, 1, 2
 # Words of eight codes that a program takes, and its warps: the fastest of what `benchmarks/low_bit.py` tries.
@@ -63,9 +63,6 @@ def _values_kernel(
     tl.store(out + word[:, None] * 8 + tl.arange(0, 8)[None, :], made, mask=inside[:, None])
 
 
-_values = Launch(_values_kernel)
-
-
 def values(
     packed: Tensor,
     scales: Tensor,
@@ -96,10 +93,9 @@ def values(
     out = torch.empty(shape, dtype=dtype, device=packed.device)
     count = flat.numel()
     each = count if divisor is None else max(count // divisor.numel(), 1)
-    _values(
-        (pieces(count, words),),
-        (flat, scales.contiguous(), scales if divisor is None else divisor, scales if table is None else table, out),
-        (count, each), (kind, scales.dtype == torch.uint8, divisor is not None, per_scale // 8, words), num_warps=warps,
+    _values_kernel[(pieces(count, words),)](
+        flat, scales.contiguous(), scales if divisor is None else divisor, scales if table is None else table, out,
+        count, each, kind, scales.dtype == torch.uint8, divisor is not None, per_scale // 8, words, num_warps=warps,
     )  # fmt: skip
     return out
 
@@ -118,9 +114,6 @@ def _scaled_kernel(
     tl.store(out + place, (value * scale.to(tl.float32)).to(out.dtype.element_ty), mask=inside)
 
 
-_scaled = Launch(_scaled_kernel)
-
-
 def scaled_values(codes: Tensor, scales: Tensor, dtype: torch.dtype, block: tuple[int, int] = (1, 1)) -> Tensor:
     """Return the numbers that codes of a byte and their scales stand for.
 
@@ -136,16 +129,10 @@ def scaled_values(codes: Tensor, scales: Tensor, dtype: torch.dtype, block: tupl
         scales = scales.reshape(1, 1)
     down, across = (stride if size > 1 else 0 for stride, size in zip(scales.stride(), scales.shape, strict=True))
     out = torch.empty((rows, columns), dtype=dtype, device=codes.device)
-    _scaled(
-        (rows, pieces(columns, SCALED)), (codes, scales, out), (columns, down, across), (*block, SCALED),
-        num_warps=WARPS,
+    _scaled_kernel[rows, pieces(columns, SCALED)](
+        codes, scales, out, columns, down, across, *block, SCALED, num_warps=WARPS,
     )  # fmt: skip
     return out
-
-
-@triton.jit
-def _greater(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit

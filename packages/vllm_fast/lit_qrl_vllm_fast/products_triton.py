@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lit_qrl.functional._launch import Launch, pieces, power_of_2
+from lit_qrl.functional._launch import pieces, power_of_2
 
 BLOCK = 128
 MOST_TILES = 2**16
@@ -115,9 +115,6 @@ def _product_kernel(
         tl.store(out + place, total.to(out.dtype.element_ty), mask=there)
 
 
-_product = Launch(_product_kernel)
-
-
 @lru_cache
 @torch.inference_mode(False)
 def _ended(device: torch.device) -> Tensor:
@@ -173,12 +170,9 @@ def product(
     cut = how.parts > 1
     partial = torch.empty((how.parts, m, n), dtype=torch.float32, device=a.device) if cut else out
     tiles = pieces(m, how.rows) * (n // how.columns)
-    _product(
-        (tiles, how.parts),
-        (a, scale_a, b, scale_b, out if bias is None else bias, out, partial, _ended(a.device)),
-        (m, n, k, scale_a.stride(0), scale_a.stride(1), how.parts),
-        (how.rows, how.columns, how.rows < 64, cut, bias is not None),
-        num_warps=how.warps,
-        num_stages=how.stages,
-    )
+    _product_kernel[tiles, how.parts](
+        a, scale_a, b, scale_b, out if bias is None else bias, out, partial, _ended(a.device), m, n, k,
+        scale_a.stride(0), scale_a.stride(1), how.parts, how.rows, how.columns, how.rows < 64, cut, bias is not None,
+        num_warps=how.warps, num_stages=how.stages,
+    )  # fmt: skip
     return out

@@ -40,5 +40,6 @@ def test_nan_and_infinity_stay_visible():
 
 def test_int8_reaches_both_ends():
     x = torch.tensor([[-2.0, 2.0, 0.5]])
-    scale = activations.dynamic_scale(x, -1, activations.INT8_ACTIVATION_STEPS)
-    assert activations.int8_rounded(x, scale).tolist() == [[-127.0, 127.0, 32.0]]
+    codes, scale = activations.int8_rounded(x)
+    assert codes.tolist() == [[-127.0, 127.0, 32.0]]
+    assert scale.item() == pytest.approx(2 / 127)

@@ -53,7 +53,7 @@ def test_kernels_of_e4m3_need_a_gpu_that_knows_it(capability, known, monkeypatch
         assert dispatch.fp8_blocks(weight) is None
         assert dispatch.fp8_rows(weight) is None
         scales = torch.ones(8, 2).to(torch.float8_e4m3fn)
-        assert dispatch.fp4_values(weight, scales, 16, torch.bfloat16) is None
+        assert dispatch.packed_values(weight, scales, 16, "FP4", (4, 4), torch.bfloat16) is None
 
 
 def test_tokens_and_whole():

@@ -37,13 +37,6 @@ def test_which_gemm_a_device_has_for_a_shape(device, capability, shape, fp8, blo
     assert not any(has(CPU, shape) for has in (gemm.fp8_gemm, gemm.fp8_block_gemm, gemm.int8_gemm))
 
 
-@pytest.mark.parametrize(("capability", "known"), [((7, 5), False), ((8, 6), False), ((8, 9), True), ((12, 0), True)])
-def test_which_gpus_know_fp8(device, capability, known):
-    device(capability)
-    assert gemm.has_fp8(CUDA) is known
-    assert not gemm.has_fp8(CPU)
-
-
 @pytest.mark.parametrize(("cuda", "expected"), [("12.8", False), ("12.9", True), ("13.0", True), (None, False)])
 def test_block_scaling_came_with_a_version_of_cuda(device, cuda, expected):
     device((9, 0), cuda)

@@ -142,7 +142,7 @@ def test_only_codes_that_are_made_are_e4m3(rows, columns, codes, monkeypatch):
             return lambda *given, **options: launched.extend(given)
 
     launched = []
-    monkeypatch.setattr(tiles_triton._tiles, "kernel", Kernel())
+    monkeypatch.setattr(tiles_triton, "_tiles_kernel", Kernel())
     tiles_triton.tiles(torch.randn(4, 128), rows, columns, tiles_triton.GATED, torch.randn(4, 128))
     kinds = [given.dtype for given in launched if isinstance(given, torch.Tensor)]
     assert kinds.count(torch.float8_e4m3fn) == codes  # Triton knows none below compute capability 8.9

@@ -1,0 +1,38 @@
+"""What tests of examples share: their modules for as long as a test takes, and the folder that a run leaves."""
+
+import importlib
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+from lit_qrl.run.event_log import log_event
+from lit_qrl.run.loggers import RunCSVLogger
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+@contextmanager
+def importing(*folders):
+    """Give what imports a module out of folders of examples; their names, such as `run`, are those of others too."""
+    before, path = set(sys.modules), list(sys.path)
+    sys.path[:0] = [str(EXAMPLES / folder) for folder in folders]
+    try:
+        yield importlib.import_module
+    finally:
+        sys.path[:] = path
+        for name in set(sys.modules) - before:
+            if str(getattr(sys.modules[name], "__file__", "")).startswith(str(EXAMPLES)):
+                del sys.modules[name]
+
+
+def write_run(job, record, rows, ending="finish"):
+    """Write the folder that a run of `job` would leave; each row is one of metrics, by its epoch."""
+    job.folder.mkdir(parents=True)
+    record(job)
+    log_event(job.folder, "start", "Training started.", iteration=0)
+    logger = RunCSVLogger(job.folder)
+    for row in rows:
+        logger.log_metrics(row, step=row["epoch"])
+    if ending:
+        log_event(job.folder, ending, "Training ended.", iteration=len(rows))
