@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from peft import LoftQConfig, LoraConfig, get_peft_model
-from peft.tuners.lora.layer import Linear
+from peft.tuners.lora.layer import Linear, ParamWrapper
 from peft.utils import transformers_weight_conversion
 from torch import Tensor, nn
 
@@ -47,7 +47,7 @@ def with_adapter(network: Any, config: Any, source: object) -> Any:
     """
     config.task_type = config.task_type or "CAUSAL_LM"
     linears = sorted({name.rpartition(".")[2] for name in quantizable_linears(network)})
-    routers = routers_of(network)
+    routers, experts = routers_of(network), {network.get_submodule(name) for name in expert_stacks(network)}
     names_meant: AbstractContextManager[None] = nullcontext()
     if getattr(config, "target_modules", None) == "all-linear" and expert_stacks(network):
         config.target_modules = rf"(?!.*\bexperts\.).*\.({'|'.join(map(re.escape, linears))})"
@@ -63,12 +63,16 @@ def with_adapter(network: Any, config: Any, source: object) -> Any:
             remedy="Correct model.policy.lora; target_modules: all-linear takes all of them.",
         ) from error
     parts = ((name, part) for name, part in adapted.named_modules() if is_adapted(part))
-    others = sorted((name for name, part in parts if base_of(part) in routers), key=len)
+    others = [
+        name
+        for name, part in parts
+        if base_of(part) in routers or (isinstance(part, ParamWrapper) and base_of(part) not in experts)
+    ]
     if others:
         raise ConfigError(
-            f"model.policy.lora adapts a router of {source}, which no engine can be sent yet.",
+            f"model.policy.lora adapts more than linear layers and experts of {source}, which no engine can be sent.",
             expected=f"target_modules among its linear layers: {', '.join(linears)}",
-            given=checkpoint_name(others[0].removeprefix("base_model.model.")),
+            given=checkpoint_name(min(others, key=len).removeprefix("base_model.model.")),
             remedy="Name them in model.policy.lora.target_modules in place of all-linear.",
         )
     return adapted

@@ -8,6 +8,7 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.network.adapters import (
     base_weights,
     check_fits,
+    check_separable,
     lost_in_merge,
     merged_tensors,
     merged_weights,
@@ -158,11 +159,12 @@ def test_all_linear_adapts_linear_layers_and_leaves_experts_and_routers(kind):
     with_adapter(network, lora, "a model")
     assert {name for name, module in checkpoint_modules(network) if is_adapted(module)} == expected
     assert expected
-    experts = LoraConfig(
-        r=2, target_modules=["o_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"]
-    )
-    with pytest.raises(ConfigError, match=r"experts or routers.*o_proj.*target_modules"):
-        check_fits(outline(BY_TYPE[kind].config()), experts, "it")
+    for router in ("gate.weight", "router.weight"):
+        wanted = LoraConfig(r=2, target_modules=["o_proj"], target_parameters=[router])
+        network = random_network(BY_TYPE[kind])
+        if any(name.endswith(router) for name, _ in network.named_parameters()):
+            with pytest.raises(ConfigError, match=r"than linear layers and experts.*o_proj.*target_modules"):
+                with_adapter(network, wanted, "it")
 
 
 def test_rows_of_an_embedding_that_are_trained_are_merged_under_the_models_own_name():
@@ -201,3 +203,23 @@ def test_what_a_merge_loses_is_what_rounding_takes_from_the_update():
     assert float(lost_in_merge(alone)) == 0
     assert float(lost_in_merge(network)) > 0  # of the other layers
     assert float(lost_in_merge(build_network())) == 0
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "deepseek_v3", "llama4_text", "gpt_oss"])
+def test_an_adapter_of_experts_is_merged_matrix_by_matrix(kind):
+    torch.manual_seed(0)
+    network = random_network(BY_TYPE[kind]).eval()
+    own = {name: weight.clone() for name, weight in network.named_parameters()}
+    config = lora(target_modules=["o_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+    adapted = with_adapter(network, config, "it").eval()
+    tokens = torch.arange(12).view(2, 6)
+    expected = adapted(input_ids=tokens).logits
+    merged = {name: weight.clone() for name, weight in merged_weights(network)}
+    changed = {name for name, weight in own.items() if not weight.equal(merged[name])}
+    assert {name.rpartition(".")[2] for name in changed if "experts" in name} == {"gate_up_proj", "down_proj"}
+    plain = random_network(BY_TYPE[kind]).eval()
+    plain.load_state_dict(merged, strict=False)
+    torch.testing.assert_close(plain(input_ids=tokens).logits, expected)
+    assert adapted(input_ids=tokens).logits.equal(expected)  # the learner's own weights are as they were
+    with pytest.raises(ConfigError, match=r"target_parameters cannot be published apart.*lora to merged"):
+        check_separable(config)
