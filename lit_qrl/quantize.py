@@ -151,7 +151,9 @@ def quantize_checkpoint(
             if error.remedy != NONFINITE_REMEDY:
                 raise
             what = f"{source} cannot be quantized: {error.what}"
-            raise ConfigError(what, expected="finite values", remedy="Take another copy of it.") from error
+            raise ConfigError(
+                what, expected="finite values", remedy="Download or copy the checkpoint again."
+            ) from error
         writer.close()
         copy_side_files(source, folder)
         report = QuantizeReport(tuple(layers), checkpoint.bytes, writer.bytes)

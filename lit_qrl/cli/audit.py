@@ -78,8 +78,8 @@ def audit(
     Args:
         model: folder, or name on the hub.
         prompts: JSONL, JSON, CSV or Parquet file, or data set.
-        config: YAML files of a run, as after `fit --config`, instead of model and prompts.
-        prompt_column: of the problem's text.
+        config: the files that you would give to `fit --config`, instead of model and prompts.
+        prompt_column: column with the problem's text.
         split: of a data set.
         subset: configuration of a data set.
         chat: pose chat messages.
@@ -332,7 +332,7 @@ class Audited:
         truncated = self.sampling.truncated
         if truncated and not self.engine.records_kept:
             raise ConfigError(
-                "The run's distribution is truncated, and the engine does not say which tokens it kept.",
+                "top_p or top_k is set, and this engine does not report which tokens it kept.",
                 expected="data.top_p: 1 and data.top_k: 0, or TransformersEngine or VLLMEngine",
                 given=type(self.engine).__name__,
             )
@@ -418,7 +418,7 @@ def of_run(files: Sequence[str], sizes: Sizes) -> Audited:
     data, policy, trainer = _parts(files)
     if isinstance(data.task, TakesTurns):
         raise ConfigError(
-            "audit draws one answer to each prompt.",
+            "audit generates one answer to each prompt.",
             expected="a task of one turn",
             given=type(data.task).__name__,
             remedy="Give --model and --prompts instead of --config.",

@@ -24,7 +24,7 @@ def export(
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto",
     shard_gib: float = 4.0,
 ) -> Path:
-    """Write the policy of a run as a Hugging Face folder. It appears when it is whole.
+    """Write the policy of a run as a Hugging Face folder. The folder appears only when complete.
 
     Examples:
       lit-qrl export runs/quickstart/1 --output exported/quickstart
@@ -32,7 +32,7 @@ def export(
       lit-qrl export runs/qerl/1 --output exported/qerl-adapter --adapter
 
     A LoRA is merged into its base, except with --adapter, which writes a PEFT folder. A packed base (PackedLoRA) is
-    multiplied out first; --format with its format packs the sum again, which rounds it. vLLM and transformers load
+    dequantized first; --format with its format packs the sum again, which rounds it. vLLM and transformers load
     every output; PEFT loads an adapter over the plain base, vLLM over that or the quantized folder.
 
     Args:
@@ -76,7 +76,7 @@ def export(
     plugin = None if adapter else trained_in(config_path)
     packed = plugin if plugin is not None and plugin.packs_base else None
     if format is None and packed is not None:
-        print(f"Merged into the base, multiplied out of {packed.format}. --adapter writes the LoRA alone.")
+        print(f"Merged into the base, dequantized from {packed.format}. --adapter writes the LoRA alone.")
     elif format is None and plugin is not None:
         chosen, exclude = plugin.format, exclude or plugin.exclude
         print(f"In {chosen}, as the learner computed. --format bf16 or fp32 writes its master weights.")

@@ -31,8 +31,8 @@ def quantize(
       lit-qrl quantize --model models/mine --format int4_group --group_size 64 --exclude '*.down_proj' --output out
 
     The output is a Hugging Face folder: vLLM and transformers load it, and `lit-qrl fit` trains an adapter over it
-    (model.policy.model OUTPUT, with PackedLoRA in the same format). It appears when it is whole. Weights are rounded as
-    they are; for scales that calibration text decides (AWQ) see docs/precision.md.
+    (model.policy.model OUTPUT, with PackedLoRA in the same format). The folder appears only when complete. Weights are
+    rounded as they are; for calibrated scales (AWQ) see docs/precision.md.
 
     Args:
         model: folder with safetensors, or name on the hub.

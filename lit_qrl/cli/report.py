@@ -11,7 +11,7 @@ from lit_qrl.run.folder import is_run, meant
 def report(runs: Sequence[Path], out: Path | None = None) -> Path:
     """Make the HTML report of a run folder, also while it is running. Several folders are compared.
 
-    Runs that differ in their seed only become one line with a band around it.
+    Runs that differ only in seed are drawn as one line with a band.
 
     Examples:
       lit-qrl report runs/quickstart/1

@@ -28,14 +28,14 @@ def serve(
     certificate_key: Path | None = None,
     show: bool = False,
 ) -> None:
-    """Start `vllm serve` for runs on other hosts: it begins with random weights, and a run's come by publishing.
+    """Start `vllm serve` for runs on other hosts: it starts with random weights, and a run publishes its own.
 
     Examples:
       lit-qrl serve Qwen/Qwen2.5-1.5B --token_file token --format fp8_row
       lit-qrl serve models/tiny --token_file token --host 0.0.0.0 --port 9000 --device cuda:1 --show
 
     A run uses it by data.engine: RemoteVLLMEngine with data.engine.hosts and the same token_file. Every route but
-    /health and /metrics asks for the token; what travels is encrypted with --certificate alone.
+    /health and /metrics asks for the token; traffic is encrypted only with --certificate.
 
     Args:
         model: of the run: a folder, or a name on the hub, of which the config is read.

@@ -94,12 +94,12 @@ What a first run sets (docs/keys.md has all keys with their defaults):
 FIRST_KEYS = {
     "model.policy.model": "folder or hub name of the model",
     "data.task": "prompts and rewards: DatasetTask with --data.task.path, …",
-    "data.engine": "what draws: TransformersEngine, VLLMEngine, …",
+    "data.engine": "what generates the completions: TransformersEngine, VLLMEngine, …",
     "publisher.format": "number format of the sampler's weights",
     "trainer.max_epochs": "iterations",
     "model.optimizer.lr": "learning rate",
-    "data.prompts_per_iteration": "prompts of an iteration",
-    "data.group_size": "completions of each prompt",
+    "data.prompts_per_iteration": "prompts per iteration",
+    "data.group_size": "completions per prompt",
     "data.max_prompt_tokens": "longest prompt",
     "data.max_completion_tokens": "longest completion",
 }
@@ -269,7 +269,7 @@ class QRLCLI(LightningCLI):
             if (not self.dry_run or config.ckpt_path is None) and not (last and config.ckpt_path):
                 keep_last(folder, config.ckpt_path)  # a damaged one is written over, where an older one is taken
         if not self.dry_run:
-            say(f"Started in {time.monotonic() - BEGAN:.0f} s; what libraries say goes to {folder / LOG_FILE}.")
+            say(f"Started in {time.monotonic() - BEGAN:.0f} s; library output: {folder / LOG_FILE}")
         self.parts.enter_context(kept_from_the_screen(None if self.dry_run else folder))
         if last and config.ckpt_path is None:
             say(f"There is no checkpoint to resume from; starting {folder}.")

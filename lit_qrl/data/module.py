@@ -67,7 +67,7 @@ class RolloutDataModule(Described, LightningDataModule):
             updates on this one, `async` the next `max_staleness`, by an engine in a process of its own.
         max_staleness: iterations by which the weights that drew may be older than the learner, with `async`.
         in_flight_updates: `async` publishes while completions are drawn, and their keys and values `keep`, `recompute`.
-        replay: a former setting; null, as saved configurations have it, is all that it can be.
+        replay: removed; only null, as saved configurations have it, is accepted.
         error_reward: the reward of a sample whose reward function failed or timed out; null leaves the sample out of
             its group's statistics and of the loss, as a reward that returns None does.
         reward_weights: factors of the task's rewards by name, instead of their own.

@@ -274,7 +274,7 @@ class RolloutPrefetcher(Schedule):
                 place = {"iteration": one.iteration, "weights": one.weights, "start": one.start}
                 kept.append({**place, "completions": [packed(completion) for completion in one.completions]})
             if len(kept) < len(later):
-                log.info("%d rollouts that were begun are not in the checkpoint.", len(later) - len(kept))
+                log.info("%d pending rollouts are not in the checkpoint.", len(later) - len(kept))
             return after, {"drafts": kept, "ages": ages, "weights": weights}
 
         return {"position": when_written(lambda: made()[0]), "ahead": when_written(lambda: made()[1])}
@@ -455,7 +455,7 @@ def check_ahead(learner: Learner, schedule: str) -> None:
     ):
         if differs:
             raise ConfigError(
-                f"data.schedule: {schedule} draws rollouts while the learner updates, which this run cannot.",
+                f"data.schedule: {schedule} generates during updates, which this configuration does not support.",
                 expected=expected,
                 given=given,
                 remedy=remedy,

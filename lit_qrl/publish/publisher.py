@@ -369,6 +369,7 @@ def tell_shares(trainer: Trainer, format: NumberFormat | None, report: PublishRe
     share = 1.0 if format is None or isinstance(format, Dense) else report.quantized_share
     unread = [] if report.received is None else report.received.unread
     left = f", not {listed(unread, 2)}" if report.verified_share < 1 and unread else ""
-    line = f"Sampler: {share:.1%} of the parameters in {what}; {report.verified_share:.1%} of the bytes verified{left}."
+    matched = f"checksums of {report.verified_share:.1%} of the bytes match{left}"
+    line = f"Sampler: {share:.1%} of the parameters in {what}; {matched}."
     shares = {"quantized_share": report.quantized_share, "verified_share": report.verified_share}
     tell(trainer, "sampler", line, **shares)

@@ -41,7 +41,7 @@ def render_comparison(run_folders: Sequence[str | Path], out: str | Path) -> Pat
     figures = [figure_section(figure, sources, names, out) for figure in figures_for(sources)]
     several = any(len(group) > 1 for group in groups)
     caption = (
-        f"Runs that differ in their seed only are drawn as one: the line is their mean, the band {BAND}, at the "
+        f"Runs that differ only in seed are drawn as one: the line is their mean, the band {BAND}, at the "
         "iterations that all of them have. A band around a single run's accuracy is its 95 % interval over problems."
     )
     table = page.Section(

@@ -129,7 +129,7 @@ class Gathering:
         finally:
             begun = set(self._begun)
             self.drop()
-        late, unbegun = Failure(f"not done within {limit:g} s"), Failure(f"its turn did not come within {limit:g} s")
+        late, unbegun = Failure(f"not done within {limit:g} s"), Failure(f"timed out in the queue after {limit:g} s")
         return [
             (late if position in begun else unbegun) if one.cancelled() else one.result()
             for position, one in sorted(self._results.items())

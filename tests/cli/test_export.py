@@ -212,7 +212,7 @@ def test_an_adapter_is_merged_into_a_packed_base(which, model, plugin, dtype, re
     learner = learner_of(run, run.parent / model, plugin)
     expected = learner(tokens).logits.log_softmax(-1)
     export(run, output=tmp_path / "out")
-    assert f"multiplied out of {plugin.format}" in capsys.readouterr().out
+    assert f"dequantized from {plugin.format}" in capsys.readouterr().out
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert merged.dtype == torch.float32
     torch.testing.assert_close(merged(tokens).logits.log_softmax(-1), expected, rtol=0, atol=1e-5)

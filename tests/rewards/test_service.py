@@ -74,7 +74,7 @@ def test_all_together_have_a_limit():
     never.set()
     assert called == [0]
     assert results[0] == Failure("not done within 0.5 s")
-    assert results[1:] == [Failure("its turn did not come within 0.5 s")] * 2
+    assert results[1:] == [Failure("timed out in the queue after 0.5 s")] * 2
 
 
 def test_nothing_to_do():

@@ -119,7 +119,7 @@ class RemoteVLLMEngine(RolloutEngine):
         ):
             if used:
                 raise ConfigError(
-                    f"What {what} needs of an engine, vLLM's server does not do.",
+                    f"vLLM's server does not support {what}.",
                     expected=f"data.engine without {what}",
                     remedy=f"{remedy}.",
                 )

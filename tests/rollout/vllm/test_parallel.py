@@ -56,7 +56,7 @@ def test_what_needs_an_engine_whole_is_refused_beside_several_processes(option, 
 
 
 def test_an_engine_of_several_processes_is_none_of_another_process():
-    with pytest.raises(ConfigError, match=r"What tensor_parallel_size needs of an engine, vLLM's server does not do"):
+    with pytest.raises(ConfigError, match=r"vLLM's server does not support tensor_parallel_size"):
         RemoteVLLMEngine(tensor_parallel_size=2)
 
 
