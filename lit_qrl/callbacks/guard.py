@@ -25,7 +25,8 @@ FAR_OUT = (
     "The sampler is far from the learner before any update: KL(sampler ‖ learner) {kl:.3g} nats per token and an ESS "
     "ratio of {ess:.2f}, where nvfp4 gives 0.03 and 0.94. Either the format is too coarse for this model (try "
     "publisher.format fp8_row; bf16 shows whether it is the format; lit-qrl audit measures all), or the prompts are "
-    "unlike what it was trained on (a template that is not its own, completions past its end token: see samples.jsonl).{more}"
+    "unlike what it was trained on (a template that is not its own, completions past its end token: see "
+    "samples.jsonl).{more}"
 )
 UNCORRECTED = " No correction weighs it: add configs/correction/tis.yaml."
 
