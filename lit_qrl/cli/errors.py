@@ -108,7 +108,8 @@ def readable(
         return f"{where}there is no class {name!r}. {hint}"
     if found := re.search(r"(?:No module named|has no attribute|cannot import name) ?'?([\w.]+)'?", message):
         extra = EXTRAS.get(found[1].split(".")[0])
-        remedy = f"Install it: pip install 'lit-qrl[{extra}]'." if extra else "Check the class path."
+        looked = "Check the name; modules are found in the working directory and on PYTHONPATH, not beside the YAML."
+        remedy = f"Install it: pip install 'lit-qrl[{extra}]'." if extra else looked
         return f"{where}{found[0].strip()}.{value} {remedy}"
     if found := re.search(r"File does not exist: '?([^'\n]+?)'?\.?$", message, re.MULTILINE):
         return f"{where}the file {found[1]!r} does not exist. Check the path."

@@ -62,7 +62,7 @@ def check_format(format: "NumberFormat | None", head: bool = False) -> None:
     known = sorted(support.names_where(lambda one: device in one.vllm))
     if format.name not in known:
         raise ConfigError(
-            f"vLLM on {device.upper()} has no kernel for publisher.format {format.name}.",
+            f"vLLM{f' on {device.upper()}' if row.vllm else ''} has no kernel for publisher.format {format.name}.",
             expected=", ".join(known),
             given=format.name,
             remedy="Choose one of these, or use TransformersEngine, which computes every format.",
