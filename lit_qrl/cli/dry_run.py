@@ -31,6 +31,7 @@ from lit_qrl.rollout.embedded.engine import SLOTS, WORD_BYTES
 from lit_qrl.rollout.embedded.sampler import EmbeddedSampler
 from lit_qrl.rollout.engine import SamplerSpec
 from lit_qrl.shipped import shipped
+from lit_qrl.strategies.peers import Peers
 from lit_qrl.strategies.sharded import ShardedStrategy
 
 GIB = 2**30
@@ -81,9 +82,11 @@ def dry_run(trainer: Trainer, module: GRPOModule, data: RolloutDataModule) -> No
     found: list[Tensors] = []
 
     def instead_of_weights() -> None:
-        if not trainer.global_rank:  # the first one tells
-            found.append(tensors(module, trainer))
-            without_weights(module, trainer)
+        found.append(tensors(module, trainer))
+        without_weights(module, trainer)  # where processes meet
+        for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
+            if isinstance(callback, Peers):  # the others end here, which is no loss to the first one
+                callback.teardown(trainer, module, "fit")
         raise _DoneError
 
     folder = Path(trainer.default_root_dir)
@@ -93,7 +96,7 @@ def dry_run(trainer: Trainer, module: GRPOModule, data: RolloutDataModule) -> No
             trainer.fit(module, datamodule=data)
     finally:
         del module.configure_model
-    if not found:  # another process, whose folder may be gone by now
+    if trainer.global_rank:  # the first one tells, and the folder may be gone by now
         return
     (learner,) = found
     table = parts(trainer, module, data, learner)

@@ -6,8 +6,7 @@ import torch
 from lit_qrl.callbacks import AIS, MaskedIS, TruncatedIS
 from lit_qrl.callbacks.rejection import GeometricRejection, OffPolicySequenceMask, RatioRejection, TokenVeto
 from lit_qrl.errors import ConfigError
-from lit_qrl.functional.importance import opsm_keep
-from lit_qrl.functional.rejection import ratio_keep
+from lit_qrl.functional.rejection import opsm_keep, ratio_keep
 from lit_qrl.loop.correction import check_combination, combine
 from lit_qrl.objective import GRPO, TBPO
 from tests.callbacks.corrections import context
