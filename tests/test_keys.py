@@ -15,8 +15,8 @@ PAGE = Path(__file__).parent.parent / "docs" / "keys.md"
 CLASSES = {"model.policy": (CausalPolicy,), "model.objective": (GRPO,), "data.engine": (TransformersEngine, VLLMEngine)}
 HEAD = """# Keys and defaults
 
-Every key of `lit-qrl fit` but Lightning's own `trainer.*`, with its default. What tasks, precision plugins, callbacks and
-other engines take is printed by `--data.task.help DatasetTask` and the like. In a YAML file `data.group_size` is
+Every key of `lit-qrl fit` but Lightning's own `trainer.*`, with its default. What tasks, precision plugins, callbacks
+and other engines take is printed by `--data.task.help DatasetTask` and the like. In a YAML file `data.group_size` is
 `group_size` under `data`, and what a class takes stands under its `init_args`; on the command line it is
 `--data.group_size 8`. `lit-qrl fit --help` has them with their types, `lit-qrl fit --data.task.help DatasetTask` those
 of any class. `python -m tests.test_keys` writes this page.
