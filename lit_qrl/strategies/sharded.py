@@ -142,7 +142,7 @@ class ShardedStrategy(Described, ModelParallelStrategy):
             )
         if self.offload and self.root_device.type == "cpu":
             raise ConfigError(
-                "trainer.self.offload moves the learner to the host, where it is already.",
+                "trainer.strategy.offload moves the learner to the host, where it is already.",
                 expected="an accelerator, or offload: false",
                 given=str(self.root_device),
             )
