@@ -206,6 +206,11 @@ def _catalogue(runs: Sequence[Source]) -> list[Figure]:
                     "KL(sampler ‖ learner), nats",
                     (Line("mismatch/kl_k3", "k3"), Line("mismatch/kl_k1", "k1", dashed=True), stale),
                 ),
+                Panel(
+                    "|log-ratio|, nats",
+                    (Line("mismatch/abs_log_ratio", "mean"), Line("mismatch/log_ratio_p99", "99 %", dashed=True)),
+                    limits=(0.0, None),
+                ),
                 Panel("E|Δp|, probability", (Line("mismatch/abs_prob_diff"),), limits=(0.0, None)),
                 Panel("Effective sample size, ratio", (Line("mismatch/ess_ratio"),), limits=(None, 1.0)),
                 Panel(

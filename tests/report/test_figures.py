@@ -32,7 +32,7 @@ def test_a_whole_run_has_all_figures(make_run):
     run = Run(make_run())
     assert keys([run]) == ["learning", "mismatch", "correction", "policy", "update", "time"]
     panels = {figure.key: [panel.title for panel in figure.panels] for figure in figures_for([run])}
-    assert len(panels["mismatch"]) == 4
+    assert len(panels["mismatch"]) == 5
     assert panels["correction"] == ["α, strength of the correction", "The signals behind α"]
 
 
