@@ -303,6 +303,13 @@ def test_another_format_is_refused(plain):
     assert disagreement(network, engine) < 1e-4
 
 
+def test_a_token_outside_the_vocabulary_is_bad_input_and_no_death(plain):
+    _, engine = plain
+    with pytest.raises(ConfigError, match="Prompt 1 holds a token"):
+        engine.generate([[3, 4], [VOCABULARY]], 1, seed=0)
+    assert len(engine.generate([[3, 4]], 1, seed=0)) == 1
+
+
 def test_a_closed_engine_leaves_nothing_in_memory(monkeypatch):
     # 0.29 logs a traceback (it has no tokenizer to warm up), of which pytest would keep the frames.
     monkeypatch.setattr(logging.getLogger("vllm.renderers.base"), "disabled", True)
@@ -313,10 +320,3 @@ def test_a_closed_engine_leaves_nothing_in_memory(monkeypatch):
     model = weakref.ref(engine.live.model)
     engine.close()
     assert model() is None
-
-
-def test_a_token_outside_the_vocabulary_is_bad_input_and_no_death(plain):
-    _, engine = plain
-    with pytest.raises(ConfigError, match="Prompt 1 holds a token"):
-        engine.generate([[3, 4], [VOCABULARY]], 1, seed=0)
-    assert len(engine.generate([[3, 4]], 1, seed=0)) == 1
