@@ -17,6 +17,7 @@ from lit_qrl.policy import CausalPolicy
 from lit_qrl.quantize import quantize_checkpoint
 from lit_qrl.rollout import TransformersEngine, VLLMEngine
 from lit_qrl.rollout.engine import SamplerSpec
+from lit_qrl.strategies.peers import Peers
 from tests.command_line import build_once
 
 ROOT = Path(__file__).parents[2]
@@ -309,9 +310,18 @@ def test_a_learner_that_its_gpu_does_not_hold_is_refused_with_what_is_largest(mo
         dry.check_memory(table, trainer)
 
 
-def test_of_several_processes_the_first_one_tells(capsys):
+def test_of_several_processes_the_first_one_tells_and_all_go_through_the_same(capsys, monkeypatch):
+    """What Lightning asks the others for on the way, such as the number of steps, all of them must answer."""
+    done, peers = [], Peers()
+    monkeypatch.setattr(dry, "tensors", lambda module, trainer: done.append("tensors"))
+    monkeypatch.setattr(dry, "without_weights", lambda module, trainer: done.append("without"))
+    monkeypatch.setattr(peers, "teardown", lambda *args: done.append("parted"))
     other = SimpleNamespace(
-        default_root_dir="gone", global_rank=1, fit=lambda module, datamodule: module.configure_model()
+        default_root_dir="gone",
+        global_rank=1,
+        callbacks=[peers],
+        fit=lambda module, datamodule: module.configure_model(),
     )
     dry.dry_run(other, SimpleNamespace(), None)
+    assert done == ["tensors", "without", "parted"]
     assert capsys.readouterr().out == ""

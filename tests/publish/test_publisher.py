@@ -97,7 +97,9 @@ def test_every_iteration_gets_its_version(tmp_path):
     assert quantized > 0.2 * content["bytes"]
     assert (content["verified_share"], content["unverified"]) == (1.0, [])
     told = next(event for event in read_events(tmp_path / "run") if event["kind"] == "sampler")
-    assert told["message"].startswith(f"Sampler: {content['quantized_share']:.1%} of the parameters in fp8_row; 100.0%")
+    assert told["message"].startswith(
+        f"Sampler: {content['quantized_share']:.1%} of the parameters in fp8_row; checksums of 100.0%"
+    )
 
 
 def test_a_sampler_may_stay_for_several_iterations(tmp_path):
