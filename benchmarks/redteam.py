@@ -437,7 +437,7 @@ def _(place: Place) -> str:
 def _(place: Place) -> str:
     return place.tests(
         "tests/rewards/test_streaming.py::test_an_early_reward_that_is_late_is_ended",
-        "tests/rewards/test_base.py::test_a_hanging_reward_is_interrupted",
+        "tests/rewards/test_limit.py::test_what_hangs_is_interrupted_and_the_next_call_works",
     )
 
 
