@@ -131,6 +131,7 @@ def sampler_spec(settings: PublishSettings, learner: Learner, on_hang: OnHang) -
     spec = SamplerSpec(
         sampling=data.sampling,
         format=format,
+        aligned=same,
         exclude=plugin.exclude if publishes and same else settings.exclude,
         quantize_head=settings.quantize_head,
         compute_dtype=compute_dtype(learner.trainer),

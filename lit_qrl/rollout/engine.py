@@ -52,6 +52,7 @@ class SamplerSpec:
     Args:
         sampling: how rollouts are drawn.
         format: of the layers that are published quantized; None where every tensor is plain.
+        aligned: the learner computes in that format too.
         exclude: name patterns of linear layers that stay plain, beside embeddings, head and routers.
         quantize_head: the output head comes in the format too.
         compute_dtype: of the learner's products where it is not its weights': bf16 under autocast over fp32 weights.
@@ -80,6 +81,7 @@ class SamplerSpec:
 
     sampling: SamplingParams = field(default_factory=SamplingParams)
     format: NumberFormat | None = None
+    aligned: bool = False
     exclude: tuple[str, ...] = ()
     quantize_head: bool = False
     compute_dtype: torch.dtype | None = None

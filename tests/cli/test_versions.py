@@ -30,7 +30,7 @@ def test_libraries_accepted_versions_and_every_patch_are_listed(monkeypatch, cap
         (row,) = (i for i, line in enumerate(printed) if line[2:].startswith(f"{patch.name} "))
         assert str(patch.versions) in printed[row]
         assert printed[row].startswith("* ") == (
-            patch.name not in ("attention_order", "rotary_frequencies", "sleeping_memory", "marlin_workspaces")
+            patch.name not in ("rows_alone", "rotary_frequencies", "sleeping_memory", "marlin_workspaces")
         )
         assert printed[row + 1].startswith(f"    without it {patch.wrong[:60]}")
 

@@ -23,7 +23,7 @@ def _rotate_kernel(
     x, cos, sin, out, heads, row_stride, head_stride, out_row_stride, out_head_stride, HALF: tl.constexpr,
     SIZE: tl.constexpr, HEADS: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
-    """Both halves of some heads of one token, rounded where the plain operations round: products, then the sum.
+    """Both halves of some heads of one token, computed in fp32 and rounded once, as vLLM's kernel does.
 
     What a program writes it alone has read, so that `out` may be `x`.
     """
@@ -61,7 +61,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool = False, in_place: bo
     cos, sin = cos.contiguous(), sin.contiguous()
     out = x if in_place else torch.empty((n, heads, dim), dtype=x.dtype, device=x.device)
     half = dim // 2
-    # Not fused: a compiler that narrows the products to 16 bits would not round one that it adds at once.
     _rotate_kernel[n, pieces(heads, HEADS)](
         x, cos, sin, out, heads, *x.stride()[:2], *out.stride()[:2], half, power_of_2(half), HEADS, back, num_warps=2,
         enable_fp_fusion=False,

@@ -21,17 +21,16 @@ HEADS, WARPS = 16, 4
 
 @triton.jit
 def _turn(first, second, cos, sin, HALF: tl.constexpr, column, inside, dtype: tl.constexpr, BACK: tl.constexpr):
-    """Both halves, rounded where the plain operations round: products, then the sum."""
+    """Both halves in fp32, rounded once, as vLLM's kernel rounds them; the library's operations round products too."""
     cos_first = tl.load(cos + column, mask=inside, other=0.0).to(tl.float32)[None, :]
     cos_second = tl.load(cos + HALF + column, mask=inside, other=0.0).to(tl.float32)[None, :]
     sin_first = tl.load(sin + column, mask=inside, other=0.0).to(tl.float32)[None, :]
     sin_second = tl.load(sin + HALF + column, mask=inside, other=0.0).to(tl.float32)[None, :]
-    a, b = (first * cos_first).to(dtype).to(tl.float32), (second * cos_second).to(dtype).to(tl.float32)
     if BACK:  # the transpose: what each half gave to the other comes back
-        c, d = (second * sin_second).to(dtype).to(tl.float32), -(first * sin_first).to(dtype).to(tl.float32)
+        one, other = first * cos_first + second * sin_second, second * cos_second - first * sin_first
     else:
-        c, d = -(second * sin_first).to(dtype).to(tl.float32), (first * sin_second).to(dtype).to(tl.float32)
-    return (a + c).to(dtype), (b + d).to(dtype)
+        one, other = first * cos_first - second * sin_first, second * cos_second + first * sin_second
+    return one.to(dtype), other.to(dtype)
 
 
 @triton.jit

@@ -11,6 +11,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+MANY = 65
+"""Rows from which on kernels of vLLM keep one order: for at most 64 FlashAttention 3 takes other tiles (a sequence's
+queries times the heads of a head of keys), and CUTLASS the transposed product."""
+WHOLE_TILES = (64, 128, 256)
+"""Head dimensions whose tiles are the same whether or not keys lie in pages."""
+
 
 class _FlashAttention(torch.autograd.Function):
     """vLLM's forward pass, which has none back; torch's takes what it leaves: output and log of its sums."""
@@ -21,12 +27,20 @@ class _FlashAttention(torch.autograd.Function):
 
         b, n, heads, _ = query.shape
         starts = torch.arange(0, (b + 1) * n, n, dtype=torch.int32, device=query.device)
+        q, k, v = (one.reshape(b * n, *one.shape[2:]) for one in (query, key, value))
+        places: dict[str, Any] = {"cu_seqlens_k": starts}
+        if query.shape[-1] not in WHOLE_TILES:  # as the engine has them: in pages, here of one token
+            pages = torch.arange(b * n, dtype=torch.int32, device=query.device).view(b, n)
+            places = {"block_table": pages, "seqused_k": torch.full_like(starts[1:], n)}
+            k, v = k[:, None], v[:, None]
         found: Any = flash_attn_varlen_func(
-            *(one.reshape(b * n, *one.shape[2:]) for one in (query, key, value)),
-            max_seqlen_q=n,
+            q,
+            k,
+            v,
+            max_seqlen_q=max(n, MANY),
             cu_seqlens_q=starts,
             max_seqlen_k=n,
-            cu_seqlens_k=starts,
+            **places,
             softmax_scale=scale,
             causal=True,
             num_splits=1,

@@ -107,8 +107,9 @@ class VLLMEngine(RolloutEngine):
         seed: of the engine's own generators.
         batch_invariant: vLLM's batch-invariant mode, and a learner whose forward pass calls the same kernels: their
             log-probs are equal to the last bit. For dense decoders on one GPU of compute capability 9.0.
-        same_kernels: compute norms and attention as the learner does, so that an aligned format which quantizes
-            activations rounds the same numbers on both sides. No compilation; for a GPU of compute capability 9.0.
+        same_kernels: compute each operation of a layer as the learner does, so that an aligned format which quantizes
+            activations rounds the same numbers on both sides. For a GPU of compute capability 9.0, without
+            compilation; `auto` does so for such a format where the GPU can.
         tensor_parallel_size: processes of the learner, neighbours on one host, that are one engine: each holds a part
             of every matrix, and all draw what any of them asks for.
         engine_args: further arguments of `vllm.LLM`.
@@ -137,7 +138,7 @@ class VLLMEngine(RolloutEngine):
         start_timeout: float = 1800.0,
         seed: int = 0,
         batch_invariant: bool = False,
-        same_kernels: bool = False,
+        same_kernels: bool | Literal["auto"] = "auto",
         tensor_parallel_size: int = 1,
         engine_args: dict[str, Any] | None = None,
         kv_cache_dtype: Literal["auto"] = "auto",
@@ -155,7 +156,7 @@ class VLLMEngine(RolloutEngine):
         self.gpu_memory_utilization, self.kv_cache_gib = gpu_memory_utilization, kv_cache_gib
         self.batch_invariant = invariant.asked_for(batch_invariant)
         self.same_kernels = same_kernels
-        self.quick_start: bool | Literal["auto"] = batch_invariant or same_kernels or quick_start
+        self.quick_start: bool | Literal["auto"] = batch_invariant or quick_start
         self.tensor_parallel_size, self.draws_together = tensor_parallel_size, tensor_parallel_size > 1
         self.processes: Any = None  # of this engine, joined; None where it is one
         self._arguments: dict[str, Any] = {
@@ -178,7 +179,7 @@ class VLLMEngine(RolloutEngine):
         self._adapter_active = self._started = False
         self._folder: Path | None = None
         self._owns_process_group = False
-        self._usable = self._poisoned = self._asleep = self.lent = False
+        self._usable = self._poisoned = self._asleep = self.lent = self.alike = False
 
     # -------------------------------------------------------------------------------------------------------- set-up
 
@@ -198,7 +199,7 @@ class VLLMEngine(RolloutEngine):
         check_unverified(self._arguments)
         if self.batch_invariant:
             invariant.check(spec.format, self._arguments, self.max_lora_rank)
-        if self.same_kernels:
+        if self.same_kernels is True:
             same_kernels.check(self._arguments)
 
     def check_model(self, network: torch.nn.Module) -> None:
@@ -223,6 +224,7 @@ class VLLMEngine(RolloutEngine):
         check_experts(network, spec.format, spec.exclude)
         if self.batch_invariant:
             invariant.check_model(network, dtype)
+        self.alike = same_kernels.chosen(self.same_kernels, spec, network, dtype, self._arguments)
         if torch.cuda.is_available():
             bits = self.format.bits_per_weight if self.format is not None else 8.0 * dtype.itemsize
             check_device_memory(
@@ -253,7 +255,7 @@ class VLLMEngine(RolloutEngine):
         self.live = live
         if self.batch_invariant:
             adopt(self.policy.network, invariant.kernels(live.model, self.plain_dtype))
-        elif self.same_kernels:
+        elif self.alike:
             self.policy.attention = flash_attention
         if self.routed is not None and not torch.cuda.is_available():
             from lit_qrl_vllm_fast.routes import record
@@ -269,7 +271,7 @@ class VLLMEngine(RolloutEngine):
         self._folder = folder.model_folder(policy.network, format, *layers, dtype, longest)
         arguments = self.arguments(self._folder, dtype, longest)
         size = self.tensor_parallel_size
-        alike = same_kernels.built(self.same_kernels or self.batch_invariant)
+        alike = same_kernels.built(self.alike or self.batch_invariant)
         left_alone = invariant.learner_left_alone(self.batch_invariant)
         with kept_process_state(), own_world(size) as processes, left_alone, alike:
             if size > 1:
@@ -302,7 +304,7 @@ class VLLMEngine(RolloutEngine):
             dtype,
             longest,
             self._arguments,
-            quick_start=self.quick_start,
+            quick_start=True if self.alike else self.quick_start,
             kv_cache_gib=self.kv_cache_gib,
             max_lora_rank=self.max_lora_rank,
             sleep_level=self.sleep_level,

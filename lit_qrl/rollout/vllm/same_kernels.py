@@ -8,23 +8,29 @@ same on both sides, and none depends on what else is in the batch:
 |---|---|
 | norm, with the residual sum before it | the learner's (`formats/kernels/norm_triton.py`), one row a program |
 | quantized inputs and their products | vLLM's (`precision/vllm_kernels/kernels.py`) |
-| rotation, gated activation | each its own: elementwise, rounded alike |
+| rotation, gated activation | each its own: elementwise, in fp32, rounded once |
 | attention | FlashAttention of vLLM, all keys of a sequence in one piece |
 
-Embedding and output head are each side's own. What is left of the mismatch is the head's last bits, of which nothing
-makes steps. `batch_invariant` ends that too, at a price.
+What depends on the number of rows is taken out of vLLM by two patches (`patches.py`): at most 64 queries of a head of
+keys, and at most 64 rows of an FP8 product, are computed as more would be. Rotary frequencies come from the CPU, as
+transformers has them. Embedding and output head are each side's own: what is left of the mismatch is the head's last
+bits, of which nothing makes steps. `batch_invariant` ends that too, at a price.
 """
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from lit_qrl.errors import ConfigError
+from lit_qrl.network.sampler_kernels import KNOWN
+from lit_qrl.rollout.engine import SamplerSpec
 
+HEAD_DIMENSIONS = (64, 96, 128, 256)
+"""For which FlashAttention 3 was seen to give a token the same bits in a whole sequence and alone."""
 _active = False
 REMEDY = "Set data.engine.same_kernels to false."
 
@@ -53,6 +59,33 @@ def check(arguments: Mapping[str, Any]) -> None:
                 given=given,
                 remedy=REMEDY,
             )
+
+
+def chosen(
+    asked: bool | Literal["auto"], spec: SamplerSpec, network: Any, dtype: torch.dtype, arguments: Mapping[str, Any]
+) -> bool:
+    """Return whether an engine computes as the learner does.
+
+    Args:
+        asked: `auto` takes it where that changes something: the learner computes in the sampler's format, which
+            quantizes activations; and where it was seen to hold.
+        spec: what is known of the sampler.
+        network: the learner's model.
+        dtype: of activations.
+        arguments: of `vllm.LLM`.
+    """
+    if asked != "auto":
+        return asked
+    config = network.config.get_text_config()
+    dimensions = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    fits = config.model_type in KNOWN and dimensions in HEAD_DIMENSIONS and dtype in (torch.bfloat16, torch.float16)
+    if not (fits and spec.aligned and spec.format is not None and spec.format.quantizes_activations):
+        return False
+    try:
+        check(arguments)
+    except ConfigError:
+        return False
+    return True
 
 
 @contextmanager

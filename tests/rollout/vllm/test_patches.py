@@ -174,11 +174,13 @@ def test_on_a_gpu_log_probs_are_those_over_the_kept_tokens(truncation, margin, b
 
 
 def test_attention_is_in_one_piece_for_an_engine_that_computes_as_the_learner_does(monkeypatch):
-    plan = SimpleNamespace(max_num_splits=4, scheduler_metadata=2)
+    plan = SimpleNamespace(max_num_splits=4, scheduler_metadata=2, max_query_len=1)
     build = patches.in_one_piece(lambda: plan)
-    assert build().max_num_splits == 4
+    assert (build().max_num_splits, plan.max_query_len) == (4, 1)
     monkeypatch.setattr(patches.same_kernels, "_active", True)
-    assert (build().max_num_splits, plan.scheduler_metadata) == (1, None)
+    assert (build().max_num_splits, plan.scheduler_metadata, plan.max_query_len) == (1, None, 65)
+    plan.max_query_len = 300
+    assert build().max_query_len == 300
 
 
 def test_rotary_frequencies_are_computed_on_the_cpu():

@@ -1,11 +1,15 @@
 """Decoder layers that learner and sampler compute alike."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.nn import functional as F
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.rollout.vllm import same_kernels
+from lit_qrl.formats import FP8Row, Int4Group
+from lit_qrl.rollout.engine import SamplerSpec
+from lit_qrl.rollout.vllm import patches, same_kernels
 from lit_qrl.rollout.vllm.engine import VLLMEngine
 from tests.triton_interpreter import run_interpreted
 
@@ -70,14 +74,61 @@ def test_what_computes_otherwise_is_refused(monkeypatch, available, options, exp
     monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     engine = VLLMEngine(same_kernels=True, **options)
-    assert engine.quick_start is True
     with pytest.raises(ConfigError, match=expected):
         same_kernels.check(engine._arguments)
 
 
+class _Config(SimpleNamespace):
+    def get_text_config(self):
+        return self
+
+
+@pytest.mark.parametrize(
+    ("asked", "changed", "expected"),
+    [
+        ("auto", {}, True),
+        (False, {}, False),
+        (True, {"aligned": False}, True),
+        ("auto", {"aligned": False}, False),
+        ("auto", {"format": Int4Group()}, False),
+        ("auto", {"format": None}, False),
+        ("auto", {"model_type": "gemma2"}, False),
+        ("auto", {"head_dim": 80}, False),
+        ("auto", {"dtype": torch.float32}, False),
+        ("auto", {"arguments": {"attention_backend": "FLASHINFER"}}, False),
+    ],
+)
+def test_it_is_chosen_where_an_aligned_format_quantizes_activations(monkeypatch, asked, changed, expected):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    spec = SamplerSpec(format=changed.get("format", FP8Row()), aligned=changed.get("aligned", True))
+    config = _Config(model_type=changed.get("model_type", "qwen2"), head_dim=changed.get("head_dim", 64))
+    network, dtype = SimpleNamespace(config=config), changed.get("dtype", torch.bfloat16)
+    assert same_kernels.chosen(asked, spec, network, dtype, changed.get("arguments", {})) is expected
+
+
+def test_few_rows_are_multiplied_as_many_are(monkeypatch):
+    asked = []
+
+    def product(a, b, scale_a, scale_b):
+        asked.append(len(a))
+        return (a.float() @ b) * scale_a * scale_b
+
+    a, b = torch.randn(3, 128).to(torch.float8_e4m3fn), torch.randn(128, 5)
+    scales = torch.rand(3, 1), torch.rand(5)
+    multiply = patches.of_many_rows(product)
+    expected = multiply(a, b, scale_a=scales[0], scale_b=scales[1])
+    monkeypatch.setattr(same_kernels, "_active", True)
+    torch.testing.assert_close(multiply(a, b, scale_a=scales[0], scale_b=scales[1]), expected)
+    one = torch.rand(1)  # of the whole tensor: there is no row to add
+    multiply(a, b, scale_a=one, scale_b=scales[1])
+    multiply(a.repeat(30, 1), b, scale_a=scales[0].repeat(30, 1), scale_b=scales[1])
+    assert asked == [3, 65, 3, 90]
+
+
 @pytest.mark.gpu
 @pytest.mark.vllm
-@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("size", [64, 96, 128])
 def test_attention_has_the_values_and_gradients_of_torchs(size):
     from lit_qrl.precision.vllm_kernels.exact import flash_attention
 
@@ -94,4 +145,4 @@ def test_attention_has_the_values_and_gradients_of_torchs(size):
     wanted = torch.autograd.grad(expected, wide, upstream.double())
     for one, other in zip(found, wanted, strict=True):
         assert F.cosine_similarity(one.double().flatten(), other.flatten(), dim=0) > 0.9999
-        assert one.double().norm() / other.norm() == pytest.approx(1, abs=1e-2)
+        assert float(one.double().norm() / other.norm()) == pytest.approx(1, abs=1e-2)
