@@ -120,7 +120,7 @@ def _obstacle(network: Any, dtype: torch.dtype, arguments: Mapping[str, Any]) ->
     if dimensions not in HEAD_DIMENSIONS:
         return f"heads of {dimensions} dimensions were not compared (but {', '.join(map(str, HEAD_DIMENSIONS))})"
     own = next(network.parameters()).dtype
-    if not own == dtype or dtype not in (torch.bfloat16, torch.float16):
+    if own != dtype or dtype not in (torch.bfloat16, torch.float16):
         return f"the learner's weights are {own} and the sampler's {dtype}, not both bf16".replace("torch.", "")
     try:
         check(arguments)
