@@ -313,7 +313,7 @@ class Correction:
 
 @dataclass(slots=True)
 class ObjectiveTerms:
-    """What an objective returns: the loss of every token, not yet reduced, and scalars to log."""
+    """What an objective returns: the loss of every token, not yet reduced, and metrics as vectors (sum, count)."""
 
     loss: Float[Tensor, "b t"]
     metrics: dict[str, Tensor] = field(default_factory=dict)

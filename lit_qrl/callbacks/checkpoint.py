@@ -37,6 +37,12 @@ class RunCheckpoint(Described, Checkpoint):
     for a copy to the host's memory; the file is written in the background, beside its place, forced to the disk and
     moved there, so that an interruption leaves the previous one whole.
 
+    Beside the weights it holds which model they are of, optimizers with the low bits of 16-bit weights' masters,
+    Lightning's loops, the position in the prompts with rollouts that were drawn ahead and how old their weights were,
+    the budget of micro-batches, the publisher's version and the probe's baseline, the last evaluation, and each
+    callback's own (gates of AIS, stage and σ of AQN, counts of the guard). It holds no state of a random generator:
+    draws follow from position, iteration and `data.base_seed`.
+
     Args:
         every_n_iterations: iterations between saves; `auto` saves as often as keeps their cost under 2 % of the wall
             time, 0 at the end of the run only.

@@ -186,7 +186,10 @@ class NumberFormat(ABC):
 
     @abstractmethod
     def quantization_config(self, ignore: Sequence[str] = ("lm_head",)) -> dict[str, Any]:
-        """Return the `quantization_config` of a Hugging Face `config.json`."""
+        """Return the `quantization_config` of a Hugging Face `config.json`; empty for a dense format alone.
+
+        Where no library reads the format it is that of compressed-tensors.
+        """
 
 
 def _stacked(made: Sequence[QuantizedWeight]) -> QuantizedWeight:

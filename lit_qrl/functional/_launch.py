@@ -36,7 +36,7 @@ def triton_installed(kernel: str = "") -> bool:
     """Return True when Triton can be imported, and the kernel of that name is not switched off.
 
     The environment variable LIT_QRL_WITHOUT names, joined by commas, kernels that a run is to do without, so that one
-    can measure what each is worth (`benchmarks/iteration.py --without`).
+    can measure what each is worth (`benchmarks/iteration.py --without`). It is read once in a process.
 
     Raises:
         ConfigError: the variable names something else than `KERNELS`.

@@ -127,7 +127,7 @@ class Schedule:
         self._unfinished: int | None = None
 
     def due(self, iteration: int, iterations: int | None = None) -> bool:
-        """Return whether the weights of an iteration are to draw anything.
+        """Return whether new weights are published before an iteration: where something is to be drawn with them.
 
         Args:
             iteration: that begins.

@@ -1,4 +1,4 @@
-"""The hooks of reinforcement learning: Lightning's `Callback` with five more; and what a run asks of Lightning's own.
+"""The hooks of reinforcement learning: Lightning's `Callback` with six more; and what a run asks of Lightning's own.
 
 What ends a run whose epochs are iterations must not cut one, and what `EarlyStopping` and `ModelCheckpoint` watch of
 iterations is known at their ends.

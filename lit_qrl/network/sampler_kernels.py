@@ -22,7 +22,7 @@ from lit_qrl.network.padding_free import padded_attention
 from lit_qrl.network.structure import CACHE_ARGUMENTS, body
 
 KNOWN = ("llama", "qwen2", "qwen3")
-"""Model types whose operations are those of this file, in this order."""
+"""Model types whose operations are those of this file, in this order: of `batch_invariant`, and of `same_kernels`."""
 
 
 class SamplerKernels(Protocol):

@@ -109,7 +109,7 @@ class VLLMEngine(RolloutEngine):
             log-probs are equal to the last bit. For dense decoders on one GPU of compute capability 9.0.
         same_kernels: compute each operation of a layer as the learner does, so that an aligned format which quantizes
             activations rounds the same numbers on both sides. For a GPU of compute capability 9.0, without
-            compilation; `auto` does so for such a format where the GPU can.
+            compilation; `auto` does so for such a format where it was seen to hold, and `true` asks for the GPU alone.
         tensor_parallel_size: processes of the learner, neighbours on one host, that are one engine: each holds a part
             of every matrix, and all draw what any of them asks for.
         engine_args: further arguments of `vllm.LLM`.

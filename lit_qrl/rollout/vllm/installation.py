@@ -18,7 +18,7 @@ from lit_qrl.errors import ConfigError
 
 OLDEST = (0, 26)
 """The first version that is taken."""
-RUN_WITH = {(0, 26): "CPU and CUDA", (0, 29): "CPU", (0, 32): "CPU"}
+RUN_WITH: dict[tuple[int, ...], str] = {(0, 26): "CPU and CUDA", (0, 29): "CPU", (0, 32): "CPU"}
 """The versions that this project was run with, and where; another one says so when it is taken."""
 RECORDS_ON_CPU = (0, 27)
 """From this version on the CPU build chooses experts outside of its kernels."""
@@ -93,9 +93,13 @@ def check_installation() -> None:
             given=given,
             remedy="Install a newer one with `pip install 'lit-qrl[vllm]'`, or use TransformersEngine.",
         )
-    if version[:2] not in RUN_WITH:
+    device = "CPU" if cpu_build else "CUDA"
+    if device not in RUN_WITH.get(version[:2], ""):
         log.warning(
-            "vLLM %s was never run with lit-qrl: its first verified publish decides. Known: %s.", given, accepted()
+            "vLLM %s was never run with lit-qrl on %s: its first verified publish decides. Known: %s.",
+            given,
+            device,
+            accepted(),
         )
     if cpu_build and torch.cuda.is_available():
         raise ConfigError(

@@ -99,6 +99,8 @@ def chosen(
             spec.format.name,
             why,
         )
+    if why is None:
+        log.info("Learner and sampler compute their decoder layers with the same kernels.")
     found = installed_version()
     if why is None and found is not None and found[0][:2] != COMPARED:
         log.warning(
@@ -111,21 +113,28 @@ def chosen(
 
 
 def _obstacle(network: Any, dtype: torch.dtype, arguments: Mapping[str, Any]) -> str | None:
-    from lit_qrl.network.sampler_kernels import KNOWN  # brings transformers
+    from lit_qrl.network.padding_free import is_padding_free  # these bring transformers
+    from lit_qrl.network.sampler_kernels import check_decoder
+    from lit_qrl.precision.layers.one_pass import OnePassRMSNorm
 
     config = network.config.get_text_config()
     dimensions = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if config.model_type not in KNOWN:
-        return f"model_type {config.model_type} was not compared (but {', '.join(KNOWN)})"
-    if dimensions not in HEAD_DIMENSIONS:
-        return f"heads of {dimensions} dimensions were not compared (but {', '.join(map(str, HEAD_DIMENSIONS))})"
     own = next(network.parameters()).dtype
-    if own != dtype or dtype not in (torch.bfloat16, torch.float16):
-        return f"the learner's weights are {own} and the sampler's {dtype}, not both bf16".replace("torch.", "")
     try:
         check(arguments)
+        check_decoder(config, "vLLM")
     except ConfigError as error:
-        return str(error).partition("\n")[0].rstrip(".")
+        return f"{error.what.rstrip('.')} ({error.given})"
+    if dimensions not in HEAD_DIMENSIONS:
+        return f"heads of {dimensions} dimensions were not compared (but {', '.join(map(str, HEAD_DIMENSIONS))})"
+    if own != dtype or dtype not in (torch.bfloat16, torch.float16):
+        return f"the learner's weights are {own}, the sampler's {dtype}, not both of one 16-bit kind".replace(
+            "torch.", ""
+        )
+    if not is_padding_free(network):
+        return "the learner's attention is not the padding-free one (model.policy: packing, attn_implementation)"
+    if not any(isinstance(part, OnePassRMSNorm) for part in network.modules()):
+        return "the learner's norms are not fused (model.policy.fuse)"
     return None
 
 

@@ -23,7 +23,7 @@ def test_another_version_is_taken_with_one_line(install, version, caplog):
     install(version, cpu=True)
     check_installation()
     (line,) = caplog.messages
-    assert f"vLLM {version} was never run with lit-qrl: its first verified publish decides" in line
+    assert f"vLLM {version} was never run with lit-qrl on CPU: its first verified publish decides" in line
     assert "0.32 on CPU" in line
 
 

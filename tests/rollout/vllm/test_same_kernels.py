@@ -5,9 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.nn import functional as F
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats import FP8Row, Int4Group
+from lit_qrl.network.padding_free import ATTENTION
+from lit_qrl.precision.layers.one_pass import OnePassRMSNorm
 from lit_qrl.rollout.engine import SamplerSpec
 from lit_qrl.rollout.vllm import patches, same_kernels
 from lit_qrl.rollout.vllm.engine import VLLMEngine
@@ -83,8 +86,9 @@ class _Config(SimpleNamespace):
         return self
 
 
-def model(config, dtype=torch.bfloat16):
-    made = torch.nn.Linear(1, 1, dtype=dtype)
+def model(config, dtype=torch.bfloat16, fused=True):
+    norm = Qwen2RMSNorm(8).to(dtype)
+    made = torch.nn.Sequential(OnePassRMSNorm(norm, columns=False, codes=False) if fused else norm)
     made.config = config
     return made
 
@@ -102,6 +106,9 @@ def model(config, dtype=torch.bfloat16):
         ("auto", {"head_dim": 80}, False),
         ("auto", {"dtype": torch.float32}, False),
         ("auto", {"learner": torch.float32}, False),
+        ("auto", {"attention": "sdpa"}, False),
+        ("auto", {"fused": False}, False),
+        ("auto", {"rope": "yarn"}, False),
         ("auto", {"arguments": {"attention_backend": "FLASHINFER"}}, False),
     ],
 )
@@ -110,7 +117,10 @@ def test_it_is_chosen_where_an_aligned_format_quantizes_activations(monkeypatch,
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     spec = SamplerSpec(format=changed.get("format", FP8Row()), aligned=changed.get("aligned", True))
     config = _Config(model_type=changed.get("model_type", "qwen2"), head_dim=changed.get("head_dim", 64))
-    network, dtype = model(config, changed.get("learner", torch.bfloat16)), changed.get("dtype", torch.bfloat16)
+    config._attn_implementation = changed.get("attention", ATTENTION)
+    config.rope_parameters = {"rope_type": changed.get("rope", "default")}
+    network = model(config, changed.get("learner", torch.bfloat16), changed.get("fused", True))
+    dtype = changed.get("dtype", torch.bfloat16)
     assert same_kernels.chosen(asked, spec, network, dtype, changed.get("arguments", {})) is expected
     wanted = asked == "auto" and changed.keys().isdisjoint({"aligned", "format"})
     assert ("their last bits differ" in caplog.text) is (wanted and not expected)
@@ -122,7 +132,7 @@ def test_it_is_chosen_where_an_aligned_format_quantizes_activations(monkeypatch,
 def test_another_version_of_vllm_is_said(monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    network = model(_Config(model_type="qwen2", head_dim=64))
+    network = model(_Config(model_type="qwen2", head_dim=64, _attn_implementation=ATTENTION))
     for version, said in (((0, 26, 1), False), ((0, 32, 0), True)):
         caplog.clear()
         monkeypatch.setattr(same_kernels, "installed_version", lambda known=(version, False): known)
