@@ -485,6 +485,10 @@ KNOWN_BEFORE_A_MODEL = {
         ["--model.objective", "DualClipGRPO", "--model.objective.dual_clip", 0.5],
         ["dual_clip > 1", "Given: 0.5"],
     ),
+    "clip of truncated ratios": (
+        ["--model.objective", "GRPO", "--model.objective.adaptive_clip", 0.5],
+        ["objective.adaptive_clip", "upper >= 1", "Given: 0.5"],
+    ),
     "cap of TBPO": (
         ["--model.objective", "TBPO", "--model.objective.mismatch_cap", 0.5],
         ["mismatch_cap > 1", "Given: 0.5"],

@@ -63,6 +63,16 @@ def in_format(source, format, exclude=(), dtype=torch.bfloat16):
     return network
 
 
+def test_transformers_reads_the_weights_of_mxfp8(source, tmp_path):
+    format = formats.get("mxfp8")
+    quantize_checkpoint(source, tmp_path / "out", format, dtype=torch.bfloat16)
+    read = loaded(tmp_path / "out")
+    logprobs(read)  # the first forward pass multiplies the codes out
+    for name, linear in quantizable_linears(loaded(source), ()).items():
+        expected = format.dequantize(format.quantize(linear.weight.detach()), torch.bfloat16)
+        assert torch.equal(read.get_parameter(f"{name}.weight"), expected)
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_transformers_reads_the_output_as_the_format_computes_it(name, source, tmp_path):
     format = formats.get(name, **FORMATS[name])

@@ -1,5 +1,7 @@
 """One declared action and one logged event for everything that can go wrong in an update."""
 
+from collections.abc import Callable
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -18,7 +20,7 @@ from lit_qrl.types import RolloutBatch
 if TYPE_CHECKING:
     from lit_qrl.module import GRPOModule
 
-Action = Literal["warn", "skip", "stop"]
+Action = Literal["warn", "skip", "revert", "stop"]
 FIRST_KL, FIRST_ESS = 0.05, 0.8
 """Where the mismatch before any update is far out: above the one, or below the other; see `Guard`."""
 FAR_OUT = (
@@ -37,6 +39,22 @@ def _overflowed(trainer: Trainer) -> bool:
     return scaler is not None and scaler.is_enabled() and scaler.get_scale() > 1
 
 
+def _held(optimizers: list[Optimizer]) -> Callable[[], None]:
+    """Return what gives the trained weights, and what optimizers keep of them, the numbers back that they have now."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    weights = [(one, one.detach().clone()) for group in groups for one in group["params"]]
+    states = deepcopy([optimizer.state_dict() for optimizer in optimizers])
+
+    @torch.no_grad()
+    def give_back() -> None:
+        for weight, before in weights:
+            weight.copy_(before)
+        for optimizer, state in zip(optimizers, states, strict=True):  # the learning rate goes on
+            optimizer.load_state_dict({**state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+    return give_back
+
+
 class Guard(RLCallback):
     """Keeps a broken number from reaching the weights.
 
@@ -52,7 +70,8 @@ class Guard(RLCallback):
     every token rejected; all advantages zero  the step is skipped and counted
     and neither KL nor entropy in the loss
     importance weights above e^20 (no bound)   the tokens leave the loss and its denominator
-    ESS ratio under `ess_floor`                `action`: warn, skip the iteration's updates, or stop
+    ESS ratio under `ess_floor`                `action`: warn, skip the iteration's updates, skip them and revert the
+                                               updates before, or stop
     mismatch KL over `kl_ceiling`              the same
     first iteration: KL over 0.05, or ESS      one warning, with likely causes and what to try, whatever corrects it
     ratio under 0.8
@@ -71,7 +90,11 @@ class Guard(RLCallback):
         ess_floor: lowest effective-sample-size ratio of the uncorrected weights; None does not look. A limit that is
             set is measured before the update, which takes one more forward pass where nothing else needs it.
         kl_ceiling: highest KL(sampler ‖ learner_old), in nats per token; None does not look.
-        action: what follows when `ess_floor` or `kl_ceiling` trips.
+        action: what follows when `ess_floor` or `kl_ceiling` trips. `revert` takes the weights of the last iteration
+            within the limits, and their optimizer state, of which it keeps a copy beside the learner's, and publishes
+            these: step 2 of MIPU (arXiv:2606.29526), which accepts weights k + 1 where J(μ) − J(π) ≥ −c for sampler μ
+            and learner π. The limits stand for that gap: it is at most max |R| · √(2 KL) of whole sequences (Pinsker),
+            and is measured on the very rollout. The first iteration, of a resumed run too, has none to go back to.
         loss_odds: read in configurations of before and not looked at; `examples/evidence_grid` has the odds of a loss.
     """
 
@@ -94,6 +117,12 @@ class Guard(RLCallback):
             raise ConfigError("guard.ess_floor is a ratio.", expected="(0, 1]", given=ess_floor)
         if kl_ceiling is not None and kl_ceiling <= 0:
             raise ConfigError("guard.kl_ceiling must be positive.", given=kl_ceiling)
+        if action == "revert" and ess_floor is None and kl_ceiling is None:
+            raise ConfigError(
+                "guard.action: revert has no limit that could trip.",
+                expected="guard.kl_ceiling or guard.ess_floor",
+                remedy="Set kl_ceiling to several times what a healthy run shows.",
+            )
         self.max_nonfinite_fraction, self.patience = max_nonfinite_fraction, patience
         self.ess_floor, self.kl_ceiling, self.action = ess_floor, kl_ceiling, action
         self.needs_learner_old = ess_floor is not None or kl_ceiling is not None
@@ -101,6 +130,8 @@ class Guard(RLCallback):
         self.vetoed = 0
         self.skipped = 0
         self._skip_iteration = False
+        self._accepted: Callable[[], None] | None = None
+        """Goes back to the weights of the last iteration within the limits."""
 
     def on_rollout_end(self, trainer: Trainer, module: "GRPOModule", batch: RolloutBatch) -> None:
         """Drop tokens without a finite log-ratio, then look at the batch as a whole."""
@@ -139,9 +170,15 @@ class Guard(RLCallback):
         if tripped:
             message = "; ".join(tripped) + "."
             event(trainer, "mismatch", message, action=self.action, ess_ratio=ess, kl=kl)
-            self._skip_iteration = self.action == "skip"
+            self._skip_iteration = self.action in ("skip", "revert")
+            if self._accepted is not None:
+                self._accepted()
+                module.iteration.metrics.value("guard/reverted", 1.0)
             if self.action == "stop":
                 stop_run(trainer, "mismatch", message)
+        elif self.action == "revert":
+            self._accepted = None  # two copies never stand beside each other
+            self._accepted = _held(trainer.optimizers)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: "GRPOModule", optimizer: Optimizer) -> None:
         """Veto a step whose gradient is not finite; skip one that has no signal; log the gradient's norm."""

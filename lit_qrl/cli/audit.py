@@ -84,7 +84,7 @@ def audit(
         subset: configuration of a data set.
         chat: pose chat messages.
         formats: number formats of the sampler, options behind a colon, as int4_group:group_size=64 (default: all but
-            fp16, fp32, nf4 and int3_channel).
+            fp16, fp32, mxfp8, nf4 and int3_channel).
         speed: also measure tokens/s.
         samples: prompts (default: 32, or the run's).
         completions: of each prompt (default: 4, or the run's).

@@ -36,7 +36,7 @@ def quantize(
 
     Args:
         model: folder with safetensors, or name on the hub.
-        format: nvfp4, mxfp4, int4_group, nf4, fp8_row, fp8_block, fp8_tensor or int8_channel.
+        format: nvfp4, mxfp4, mxfp8, int4_group, nf4, fp8_row, fp8_block, fp8_tensor or int8_channel.
         output: folder to make; new or empty.
         group_size: inputs per scale of int4_group (default: 128).
         exclude: linear layers that stay as they are, beside output head and routers: names, in which * stands for any

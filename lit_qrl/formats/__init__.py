@@ -13,6 +13,7 @@ from lit_qrl.formats.int3_channel import Int3Channel
 from lit_qrl.formats.int4_group import Int4Group
 from lit_qrl.formats.int8_channel import Int8Channel
 from lit_qrl.formats.mxfp4 import MXFP4
+from lit_qrl.formats.mxfp8 import MXFP8
 from lit_qrl.formats.nf4 import NF4
 from lit_qrl.formats.nvfp4 import NVFP4
 from lit_qrl.formats.support import TABLE, FormatSupport
@@ -22,6 +23,7 @@ __all__ = [
     "FP16",
     "FP32",
     "MXFP4",
+    "MXFP8",
     "NF4",
     "NVFP4",
     "Dense",
@@ -53,6 +55,7 @@ _FORMATS: dict[str, type[NumberFormat]] = {
         Int4Group,
         NVFP4,
         MXFP4,
+        MXFP8,
         NF4,
         Int3Channel,
     )

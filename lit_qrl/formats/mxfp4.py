@@ -20,7 +20,7 @@ from lit_qrl.formats.numerics import (
 
 BLOCK = 32
 _BIAS = 127  # of the E8M0 exponent
-_NAN = 255  # what its last byte stands for
+NAN = 255  # what its last byte stands for
 _LARGEST_EXPONENT = 2  # of an E2M1 number: 6 = 1.5 · 2^2
 # Mantissa bits of the weight dtypes, and the integers of their size.
 _LAYOUT = {
@@ -69,9 +69,8 @@ class MXFP4(NumberFormat):
         made = dispatch.packed_values(q.codes, q.scales, BLOCK, "FP4", q.shape, dtype)
         if made is not None:
             return made
-        scale = _power_of_two(q.scales.to(torch.int32) - _BIAS).masked_fill_(q.scales == _NAN, torch.nan)
         values = fp4_values(unpack_nibbles(q.codes)).unflatten(-1, (-1, BLOCK))
-        return values.mul_(scale.unsqueeze(-1)).flatten(-2).to(dtype)
+        return values.mul_(power_of_two(q.scales).unsqueeze(-1)).flatten(-2).to(dtype)
 
     def load(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
         scales = tensors["weight_scale"].reshape(shape[0], shape[1] // BLOCK)
@@ -97,14 +96,16 @@ def _scale(amax: Tensor) -> Tensor:
     raised = amax.view(integer) + (1 << (mantissa - 2))
     power = (raised & ~((1 << mantissa) - 1)).view(amax.dtype)
     exponent = torch.frexp(power.float()).exponent - 1 - _LARGEST_EXPONENT
-    exponent = torch.where(power == 0, -_BIAS, exponent.clamp(-_BIAS, _NAN - 1 - _BIAS))
-    scale = _power_of_two(exponent).to(amax.dtype)
+    exponent = torch.where(power == 0, -_BIAS, exponent.clamp(-_BIAS, NAN - 1 - _BIAS))
+    scale = power_of_two((exponent + _BIAS).to(torch.uint8)).to(amax.dtype)
     # 2^-127 is below what fp16 can hold; compressed-tensors stores a scale of 1 then.
     return torch.where(scale == 0, torch.ones_like(scale), scale)
 
 
-def _power_of_two(exponent: Tensor) -> Tensor:
-    """Return 2^exponent in fp32, exact down to 2^-149, from its bits."""
-    normal = (exponent.clamp(min=-126) + _BIAS).clamp(max=_NAN - 1).to(torch.int32) << 23
-    subnormal = torch.ones_like(normal) << (exponent + 149).clamp(0, 22).to(torch.int32)
-    return torch.where(exponent < -126, subnormal, normal).view(torch.float32)
+def power_of_two(biased: Tensor) -> Tensor:
+    """Return 2^(biased − 127) in fp32 of the bytes of E8M0 numbers, NaN of 255; exact down to 2^-127.
+
+    >>> power_of_two(torch.tensor([127, 130], dtype=torch.uint8)).tolist()
+    [1.0, 8.0]
+    """
+    return biased.view(torch.float8_e8m0fnu).float()

@@ -91,6 +91,24 @@ def token_truncated(d: Weights, mask: Bool[Tensor, "b t"], upper: Bound = 2.0, l
     return _truncate(as_float(d), mask, upper, lower)
 
 
+def truncated_share(d: Weights, mask: Bool[Tensor, "b t"], upper: float) -> Weights:
+    """Return min(e^d, C)/e^d per token, in (0, 1]: what `token_truncated` leaves of the ratio; QuRL's r.
+
+    Args:
+        d: "b t", nats.
+        mask: completion tokens that count.
+        upper: C >= 1.
+
+    Raises:
+        ConfigError: the bound is below 1.
+
+    >>> truncated_share(torch.tensor([[0.0, math.log(4.0)]]), torch.ones(1, 2, dtype=torch.bool), 2.0)
+    tensor([[1.0000, 0.5000]])
+    """
+    check_band(0.0, upper)
+    return masked(mask, (math.log(upper) - as_float(d)).clamp(max=0.0), 0.0).exp()
+
+
 def token_masked(d: Weights, mask: Bool[Tensor, "b t"], lower: float | None, upper: Bound) -> Weights:
     """Return e^d per token inside [lower, upper] and 0 outside: masked importance sampling (MIS), IcePop.
 

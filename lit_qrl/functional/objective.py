@@ -78,8 +78,8 @@ def _terms(
     return ObjectiveTerms(masked(mask, loss.expand_as(mask)), dict(zip(names, pairs.unbind(), strict=True)))
 
 
-def _clipped_gain(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    return torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+def _clipped_gain(ratio: Tensor, advantages: Tensor, low: float, high: float | Tensor) -> Tensor:
+    return torch.minimum(ratio * advantages, ratio.clamp(min=low).clamp(max=high) * advantages)
 
 
 def clipped_surrogate(
@@ -91,11 +91,14 @@ def clipped_surrogate(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     dual_clip: float | None = None,
+    share: LogProbs | None = None,
 ) -> ObjectiveTerms:
     """Return the clipped loss of GRPO, −w·min(r·A, clip(r, 1 − clip_low, 1 + clip_high)·A).
 
     AIS eqs. 4 and 19, QaRL §2.1; with `clip_high=0.28` and the reduction "token" it is DAPO's. With `dual_clip` = c
     the term in brackets is max(·, c·A) where A < 0, so that its gradient ends at r = c (QaRL §3.2, after Ye et al.).
+    With `share` the upper edge is (1 + clip_high)/share (QuRL's adaptive clipping range, arXiv:2602.13953): a truncated
+    weight w = share·ρ then ends at the (1 + clip_high)·ρ of the whole one.
 
     Args:
         logprobs: "b t", nats, of the learner that is updated; gradients flow into it.
@@ -106,6 +109,8 @@ def clipped_surrogate(
         clip_low: distance of the lower edge from 1, in [0, 1].
         clip_high: distance of the upper edge from 1.
         dual_clip: c > 1, or None.
+        share: "b t", in (0, 1], the share of each importance ratio that truncation left (`importance.truncated_share`),
+            or None for 1.
 
     Raises:
         ConfigError: a clip out of range.
@@ -119,10 +124,11 @@ def clipped_surrogate(
     log_ratio = _log_ratio(logprobs, old_logprobs, mask)
     a = as_float(advantages)[:, None]
     ratio = _ratio(log_ratio, a >= 0 if dual_clip is None else True)
-    gain = _clipped_gain(ratio, a, clip_low, clip_high)
+    edges = 1 - clip_low, 1 + clip_high if share is None else (1 + clip_high) / share
+    gain = _clipped_gain(ratio, a, *edges)
     if dual_clip is not None:
         gain = torch.where(a < 0, torch.maximum(gain, dual_clip * a), gain)
-    return _terms(-gain, mask, weights, log_ratio, ratio, advantages, (1 - clip_low, 1 + clip_high))
+    return _terms(-gain, mask, weights, log_ratio, ratio, advantages, edges)
 
 
 def positive_surrogate(
@@ -133,6 +139,7 @@ def positive_surrogate(
     weights: LogProbs | None = None,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
+    share: LogProbs | None = None,
 ) -> ObjectiveTerms:
     """Return the clipped loss with the negative samples left out: their loss is 0, their place in the mean stays.
 
@@ -143,7 +150,7 @@ def positive_surrogate(
     0.0
     """
     bound = 2.0  # of what is left out, which has no gradient whatever it is
-    terms = clipped_surrogate(logprobs, old_logprobs, advantages, mask, weights, clip_low, clip_high, bound)
+    terms = clipped_surrogate(logprobs, old_logprobs, advantages, mask, weights, clip_low, clip_high, bound, share)
     return ObjectiveTerms(masked(advantages[:, None] > 0, terms.loss), terms.metrics)
 
 
@@ -172,8 +179,8 @@ def gspo(
     log_ratio = _log_ratio(logprobs, old_logprobs, mask)
     a = as_float(advantages)[:, None]
     ratio = _sequence_ratio(logprobs, log_ratio, mask, a >= 0)
-    gain = _clipped_gain(ratio, a, clip_low, clip_high)
-    return _terms(-gain, mask, weights, log_ratio, ratio, advantages, (1 - clip_low, 1 + clip_high))
+    edges = 1 - clip_low, 1 + clip_high
+    return _terms(-_clipped_gain(ratio, a, *edges), mask, weights, log_ratio, ratio, advantages, edges)
 
 
 def tbpo(

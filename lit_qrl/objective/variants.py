@@ -1,7 +1,7 @@
 """The objectives that YAML names; their maths is in `lit_qrl.functional.objective`."""
 
 from collections.abc import Callable
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from torch import Tensor
 from lit_qrl.errors import ConfigError
 from lit_qrl.functional import _checks as checks
 from lit_qrl.functional import objective
-from lit_qrl.functional.importance import log_ratio
+from lit_qrl.functional.importance import log_ratio, truncated_share
 from lit_qrl.functional.penalty import Estimator
 from lit_qrl.functional.reduction import Reduction
 from lit_qrl.objective.base import Normalization, Objective
@@ -19,6 +19,12 @@ from lit_qrl.types import ObjectiveTerms, RolloutBatch
 DAPO_MAX_RESAMPLE = 10
 # DAPO's cache of 4096 of 20480 tokens, and its largest penalty.
 DAPO_OVERLONG = (0.2, 1.0)
+
+
+def _mismatch(logprobs: Tensor, mask: Tensor, batch: RolloutBatch) -> Tensor:
+    """Return d, "b t"; the learner's log-probs are learner_old's where nobody scored these before its only update."""
+    learner_old = batch.learner_old_logprobs
+    return log_ratio(logprobs if learner_old is None else learner_old, batch.sampler_logprobs, mask)
 
 
 class _Clipped(Objective):
@@ -32,9 +38,12 @@ class _Clipped(Objective):
         self.clip_low, self.clip_high = clip_low, clip_high
 
     def surrogate(self, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, batch: RolloutBatch) -> ObjectiveTerms:
-        return type(self).formula(
-            logprobs, old_logprobs, batch.advantages, mask, batch.weights, self.clip_low, self.clip_high
-        )
+        given = (batch.advantages, mask, batch.weights, self.clip_low, self.clip_high)
+        return type(self).formula(logprobs, old_logprobs, *given, **self.options(logprobs, mask, batch))
+
+    def options(self, logprobs: Tensor, mask: Tensor, batch: RolloutBatch) -> dict[str, Any]:
+        """Return what else the formula takes."""
+        return {}
 
 
 class GRPO(_Clipped):
@@ -45,13 +54,34 @@ class GRPO(_Clipped):
     Args:
         clip_low: the ratio is clipped at 1 − clip_low.
         clip_high: and at 1 + clip_high.
+        adaptive_clip: C of QuRL's adaptive clipping range, the `upper` of the `TruncatedIS` beside it: where a token's
+            learner_old / sampler is C·x, x > 1, its upper edge is (1 + clip_high)·x; null leaves all edges alike.
         **kwargs: see `Objective`.
     """
 
     formula = staticmethod(objective.clipped_surrogate)
 
-    def __init__(self, clip_low: float = 0.2, clip_high: float = 0.2, **kwargs) -> None:
+    def __init__(
+        self, clip_low: float = 0.2, clip_high: float = 0.2, adaptive_clip: float | None = None, **kwargs
+    ) -> None:
         super().__init__(clip_low=clip_low, clip_high=clip_high, **kwargs)
+        self.adaptive_clip = adaptive_clip
+        if adaptive_clip is None:
+            return
+        checks.check_band(0.0, adaptive_clip, what="objective.adaptive_clip")
+        if self.old_logprobs != "decoupled":
+            raise ConfigError(
+                "objective.adaptive_clip moves the edges by learner_old / sampler, beside a ratio to learner_old.",
+                expected="old_logprobs: decoupled",
+                given=self.old_logprobs,
+                remedy="Set old_logprobs to decoupled, or leave adaptive_clip out.",
+            )
+
+    def options(self, logprobs: Tensor, mask: Tensor, batch: RolloutBatch) -> dict[str, Any]:
+        if self.adaptive_clip is None:
+            return {}
+        d = _mismatch(logprobs.detach(), mask, batch)
+        return {"share": truncated_share(d, mask, self.adaptive_clip)}
 
 
 class Distillation(Objective):
@@ -143,10 +173,8 @@ class DualClipGRPO(GRPO):
         checks.check_dual_clip(dual_clip)
         self.dual_clip = dual_clip
 
-    def surrogate(self, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, batch: RolloutBatch) -> ObjectiveTerms:
-        return objective.clipped_surrogate(
-            logprobs, old_logprobs, batch.advantages, mask, batch.weights, self.clip_low, self.clip_high, self.dual_clip
-        )
+    def options(self, logprobs: Tensor, mask: Tensor, batch: RolloutBatch) -> dict[str, Any]:
+        return {**super().options(logprobs, mask, batch), "dual_clip": self.dual_clip}
 
 
 class PositiveGRPO(GRPO):
@@ -212,10 +240,8 @@ class TBPO(Objective):
         self.clip_high, self.neg_low, self.neg_high, self.mismatch_cap = clip_high, neg_low, neg_high, mismatch_cap
 
     def surrogate(self, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, batch: RolloutBatch) -> ObjectiveTerms:
-        learner_old = batch.learner_old_logprobs
-        mismatch = log_ratio(logprobs if learner_old is None else learner_old, batch.sampler_logprobs, mask)
         bands = (self.clip_high, self.neg_low, self.neg_high, self.mismatch_cap)
-        terms = objective.tbpo(logprobs, old_logprobs, batch.advantages, mask, mismatch, *bands)
+        terms = objective.tbpo(logprobs, old_logprobs, batch.advantages, mask, _mismatch(logprobs, mask, batch), *bands)
         if batch.weights is not None:
             terms.loss = terms.loss * batch.weights
         return terms

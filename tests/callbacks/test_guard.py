@@ -1,5 +1,6 @@
 import csv
 import json
+from copy import deepcopy
 from types import SimpleNamespace
 
 import pytest
@@ -174,6 +175,46 @@ class Shifted(RLCallback):
         batch.sampler_logprobs += 1.0
 
 
+class ShiftedAt(RLCallback):
+    """The same in some iterations; notes the weights before and behind the updates of each, and what was published."""
+
+    def __init__(self, *iterations):
+        self.iterations, self.before, self.after, self.states = iterations, [], [], []
+
+    def on_rollout_end(self, trainer, module, batch):
+        self.before.append(parameters_of(module).clone())
+        batch.sampler_logprobs += float(trainer.current_epoch in self.iterations)
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.after.append(parameters_of(pl_module).clone())
+        self.states.append(deepcopy(trainer.optimizers[0].state_dict()["state"]))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_revert_takes_the_weights_of_the_last_iteration_within_the_limit(tmp_path, dtype):
+    seen = ShiftedAt(2, 3)
+    options = {
+        "guard": {"kl_ceiling": 0.5, "action": "revert"},
+        "trainer": {"max_epochs": 6},
+        "policy": {"dtype": dtype},
+    }
+    fit(tmp_path, callbacks=[seen], **options)
+    assert events(tmp_path) == ["mismatch"] * 2
+    before, after = seen.before, seen.after
+    # The rollout of iteration 2 shows that the updates of 1 went too far: 2 and 3 end where 1 began.
+    assert not torch.equal(before[2], before[1])
+    assert torch.equal(before[2], after[1])
+    for end in (after[2], before[3], after[3], before[4]):
+        assert torch.equal(end, before[1])
+    assert not torch.equal(after[4], before[4])
+    for kept in (2, 3):  # with the moments of the one step before
+        for one, other in zip(seen.states[kept].values(), seen.states[0].values(), strict=True):
+            assert one.keys() == other.keys()
+            assert all(torch.equal(torch.as_tensor(one[key]), torch.as_tensor(other[key])) for key in one)
+    rows = list(csv.DictReader((tmp_path / "run" / "metrics.csv").open()))
+    assert [row["guard/reverted"] for row in rows] == ["", "", "1.0", "1.0", "", ""]
+
+
 @pytest.mark.parametrize("objective", ["decoupled", "bypass", "policy_gradient"])
 @pytest.mark.parametrize("limit", [{"kl_ceiling": 0.5}, {"ess_floor": 0.99}])
 def test_a_limit_is_measured_without_any_correction(tmp_path, objective, limit):
@@ -214,6 +255,8 @@ def test_arguments_are_checked():
     for bad in ({"patience": 0}, {"ess_floor": 1.5}, {"kl_ceiling": -1.0}, {"max_nonfinite_fraction": 2.0}):
         with pytest.raises(ConfigError):
             Guard(**bad)
+    with pytest.raises(ConfigError, match=r"revert has no limit.*kl_ceiling or guard\.ess_floor"):
+        Guard(action="revert")
 
 
 @pytest.mark.parametrize("upper", [float("inf"), 2.0])

@@ -152,7 +152,7 @@ def test_names_come_in_the_order_of_the_table():
     assert support.names_where(lambda row: "cpu" in row.vllm) == [
         *("bf16", "fp16", "fp32", "fp8_tensor", "fp8_row", "int8_channel", "int4_group")
     ]
-    assert support.names_where(lambda row: "cuda" not in row.vllm) == ["nf4", "int3_channel"]
+    assert support.names_where(lambda row: "cuda" not in row.vllm) == ["mxfp8", "nf4", "int3_channel"]
     assert support.names_where(lambda row: not row.folders) == ["int3_channel"]
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.functional import objective as F
+from lit_qrl.functional.importance import truncated_share
 from lit_qrl.functional.reduction import reduce
 from tests.functional.helpers import DTYPES, RTOL, listed, no_host_sync, rows, spread_out
 
@@ -61,6 +62,14 @@ def soft(a, r):
     return 4 / tau * p * a, 4 * p * q * a
 
 
+def adaptive(log_r, a, w, c, d):
+    """QuRL's edge (1 + ε)/r of each token, r = min(ρ, C)/ρ with C = 2."""
+    edges = [1.2 * math.exp(gap) / min(math.exp(gap), 2.0) - 1 for gap in d]
+    found = [clipped(a, math.exp(x), 0.2, edge) for x, edge in zip(log_r, edges, strict=True)]
+    gradient = [-f * weight * g[1] * math.exp(x) for x, weight, f, g in zip(log_r, w, c, found, strict=True)]
+    return [-weight * g[0] for weight, g in zip(w, found, strict=True)], gradient
+
+
 def banded(a, s, d_mean):
     w = math.exp(min(max(d_mean, -math.log(2.0)), math.log(2.0)))
     low, high = (1 - 0.03, 1 + 0.07) if a < 0 else (0.0, 1 + 0.04)
@@ -81,6 +90,10 @@ CASES = {
     "dapo": (
         lambda lp, old, a, m, w, d: F.clipped_surrogate(lp, old, a, m, w, 0.2, 0.28),
         token_level(lambda a, r: clipped(a, r, 0.2, 0.28)),
+    ),
+    "adaptive": (
+        lambda lp, old, a, m, w, d: F.clipped_surrogate(lp, old, a, m, w, share=truncated_share(d, m, 2.0)),
+        adaptive,
     ),
     "dual": (lambda lp, old, a, m, w, d: F.clipped_surrogate(lp, old, a, m, w, dual_clip=3.0), token_level(dual)),
     "positive": (

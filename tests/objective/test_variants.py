@@ -3,6 +3,7 @@ import torch
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.functional import objective as F
+from lit_qrl.functional.importance import truncated_share
 from lit_qrl.objective import CISPO, DAPO, GRPO, GSPO, SAPO, TBPO, DrGRPO, DualClipGRPO, PositiveGRPO
 from tests.objective.batches import batch, value
 
@@ -50,11 +51,19 @@ def test_classes_call_their_formula_with_their_parameters():
     learner, data = batch(weights=torch.full((8, 6), 0.5, dtype=torch.float64))
     old, mask, a, w = data.learner_old_logprobs, data.mask, data.advantages, data.weights
     d = torch.where(mask, old - data.sampler_logprobs, 0.0)
+    share = truncated_share(d, mask, 1.1)
+    assert 0.1 < (share < 1).double().mean() < 0.9
     for objective, wanted in (
         (GRPO(clip_low=0.05, clip_high=0.1), F.clipped_surrogate(learner, old, a, mask, w, 0.05, 0.1)),
         (DrGRPO(), F.clipped_surrogate(learner, old, a, mask, w, 0.2, 0.2)),
         (DAPO(), F.clipped_surrogate(learner, old, a, mask, w, 0.2, 0.28)),
         (DualClipGRPO(dual_clip=1.05), F.clipped_surrogate(learner, old, a, mask, w, 0.2, 0.2, 1.05)),
+        (DAPO(adaptive_clip=1.1), F.clipped_surrogate(learner, old, a, mask, w, 0.2, 0.28, share=share)),
+        (
+            DualClipGRPO(dual_clip=1.05, adaptive_clip=1.1),
+            F.clipped_surrogate(learner, old, a, mask, w, 0.2, 0.2, 1.05, share),
+        ),
+        (PositiveGRPO(adaptive_clip=1.1), F.positive_surrogate(learner, old, a, mask, w, share=share)),
         (PositiveGRPO(), F.positive_surrogate(learner, old, a, mask, w)),
         (GSPO(clip_low=0.01), F.gspo(learner, old, a, mask, w, 0.01, 4e-4)),
         (SAPO(temperature_pos=2.0), F.sapo(learner, old, a, mask, w, 2.0, 1.05)),
@@ -97,6 +106,8 @@ def test_the_only_update_of_a_rollout_needs_no_second_forward():
         (lambda: DAPO(max_resample=-1), "max_resample"),
         (lambda: DAPO(overlong_penalty=(1.5, 1.0)), "overlong_penalty"),
         (lambda: DualClipGRPO(dual_clip=0.5), "dual_clip"),
+        (lambda: GRPO(adaptive_clip=0.5), "objective.adaptive_clip"),
+        (lambda: DAPO(adaptive_clip=2.0, old_logprobs="bypass"), "adaptive_clip moves.*bypass"),
         (lambda: GSPO(clip_high=-1.0), "clip_high"),
         (lambda: TBPO(mismatch_cap=0.5), "mismatch_cap"),
         (lambda: TBPO(old_logprobs="bypass"), "twice"),

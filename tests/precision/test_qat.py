@@ -26,6 +26,7 @@ FORMATS = {
     "int4_group": {"group_size": 32},
     "nvfp4": {},
     "mxfp4": {},
+    "mxfp8": {},
     "nf4": {},
 }
 
@@ -80,14 +81,11 @@ def nearest_e4m3(values):
 
 
 def rounded_input(format, x):
-    """The activations that a format multiplies, written anew: the scale of each row, call or 1×128, and its codes."""
+    """The activations that a format multiplies, written anew: the scale of each row, call or block, and its codes."""
     if not format.quantizes_activations:
         return x.double()
     x = x.double()
-    if format.name == "fp8_block":
-        parts = x.split(128, dim=-1)
-    else:
-        parts = [x]
+    parts = x.split({"fp8_block": 128, "mxfp8": 32}.get(format.name, x.shape[-1]), dim=-1)
     kind = getattr(format, "activations", None)
     made = []
     for part in parts:
@@ -97,6 +95,9 @@ def rounded_input(format, x):
             made.append((part / scale).round() * scale)
         else:
             scale = (largest.float() / 448).double()
+            if format.name == "mxfp8":
+                scale = 2.0 ** (largest.log2().floor() - 8)
+                part = part.clamp(-448 * scale, 448 * scale)
             made.append(nearest_e4m3((part / scale).float().double()) * scale)
     return torch.cat(made, -1)
 
