@@ -361,8 +361,8 @@ class Publisher:
 def loaded(report: PublishReport) -> str:
     """Return the formats that the sampler was loaded in, the one with most bytes first.
 
-    >>> layers = {"a.weight": "int4_group", "norm": "fp32", "b.weight": "int4_group"}
-    >>> loaded(PublishReport(0, 0.1, 24, layers, sizes={"a.weight": 10, "b.weight": 10, "norm": 4}))
+    >>> layers, sizes = {"a.weight": "int4_group", "norm": "fp32"}, {"a.weight": 10, "norm": 4}
+    >>> loaded(PublishReport(version=0, seconds=0.1, bytes=14, layers=layers, sizes=sizes))
     'int4_group and fp32'
     """
     sizes = Counter[str]()
