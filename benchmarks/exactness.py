@@ -290,9 +290,13 @@ def kernels(args: argparse.Namespace) -> None:
     from transformers import Qwen2Config
     from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
     from vllm import _custom_ops as vllm_ops
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
 
     from lit_qrl.formats.kernels import dispatch, norm_triton, rotary_triton, tiles_triton
-    from lit_qrl.rollout.vllm.patches import on_the_cpu
+    from lit_qrl.formats.kernels.gemm import MANY
+    from lit_qrl.precision.vllm_kernels.exact import flash_attention
+    from lit_qrl.rollout.vllm import same_kernels
+    from lit_qrl.rollout.vllm.patches import of_many_rows, on_the_cpu
 
     torch.manual_seed(0)
     device, dtype, many = "cuda", torch.bfloat16, 2048
@@ -383,9 +387,22 @@ def kernels(args: argparse.Namespace) -> None:
             lambda a=q, f=turned, c=mine: apart(rotary_triton.rotate(a, *(one[0].contiguous() for one in c)), f(a)),
         )
 
-    from vllm.vllm_flash_attn import flash_attn_varlen_func
+    for inputs, outputs in ((896, 1152), (896, 9728), (4864, 896), (1536, 17920), (8960, 1536), (3584, 37888)):
+        w = torch.randn(outputs, inputs, device=device) * 0.02
+        scales = w.abs().amax(1, keepdim=True) / 448
+        codes, bias = (w / scales).to(torch.float8_e4m3fn).t(), torch.randn(outputs, device=device, dtype=dtype)
+        x = torch.randn(many, inputs, device=device, dtype=dtype)
+        rows = vllm_ops.scaled_fp8_quant(x, None, use_per_token_if_dynamic=True)
 
-    for heads, key_heads, d in ((14, 2, 64), (12, 2, 128), (16, 8, 128), (8, 8, 96), (8, 4, 256)):
+        def product(a: Any, s: Any, w: Any = codes, scales: Any = scales, bias: Any = bias) -> Any:
+            return vllm_ops.cutlass_scaled_mm(a, w, s, scales, dtype, bias)
+
+        patched = of_many_rows(product)
+        for name, alike in (("", False), (", few rows as many", True)):
+            with same_kernels.built(alike):
+                told(f"FP8 product {inputs} to {outputs}{name}", lambda f=patched, r=rows: in_any_batch(f, *r))
+
+    for heads, key_heads, d in ((14, 2, 64), (8, 8, 64), (12, 2, 128), (16, 8, 128), (8, 8, 96), (8, 4, 256)):
         n, page = 600, 16
         q = torch.randn(n, heads, d, device=device, dtype=dtype)
         k, v = (torch.randn(n, key_heads, d, device=device, dtype=dtype) for _ in range(2))
@@ -395,43 +412,35 @@ def kernels(args: argparse.Namespace) -> None:
         for i, one in enumerate((k, v)):
             held[i, order] = F.pad(one, (0, 0, 0, 0, 0, pages * page - n)).view(pages, page, key_heads, d)
         table = order.int()[None]
-        starts = torch.tensor([0, n], dtype=torch.int32, device=device)
-        for version in (3, 2):
 
-            def plain(
-                q: Any = q, k: Any = k, v: Any = v, version: int = version, starts: Any = starts, n: int = n
-            ) -> Any:
-                return flash_attn_varlen_func(
-                    q, k, v, max_seqlen_q=n, cu_seqlens_q=starts, max_seqlen_k=n, cu_seqlens_k=starts, causal=True,
-                    num_splits=1, fa_version=version,
-                )  # fmt: skip
+        def learner(q: Any = q, k: Any = k, v: Any = v) -> Any:
+            return flash_attention(q[None], k[None], v[None])[0]
 
-            def paged(
-                queries: Any, used: list[int], lengths: list[int], least: int = 1, held: Any = held, table: Any = table,
-                version: int = version,
-            ) -> Any:  # fmt: skip
-                begin = torch.tensor([0, *lengths], device=device).cumsum(0).int()
-                return flash_attn_varlen_func(
-                    queries, held[0], held[1], max_seqlen_q=max(least, *lengths), cu_seqlens_q=begin,
-                    max_seqlen_k=max(used), seqused_k=torch.tensor(used, dtype=torch.int32, device=device),
-                    block_table=table.expand(len(used), -1).contiguous(), causal=True, num_splits=1,
-                    fa_version=version,
-                )  # fmt: skip
+        def paged(
+            queries: Any, used: list[int], lengths: list[int], least: int, held: Any = held, table: Any = table
+        ) -> Any:
+            begin = torch.tensor([0, *lengths], device=device).cumsum(0).int()
+            return flash_attn_varlen_func(
+                queries, held[0], held[1], max_seqlen_q=max(least, *lengths), cu_seqlens_q=begin,
+                max_seqlen_k=max(used), seqused_k=torch.tensor(used, dtype=torch.int32, device=device),
+                block_table=table.expand(len(used), -1).contiguous(), causal=True, num_splits=1, fa_version=3,
+            )  # fmt: skip
 
-            def tokens(batch: int, least: int, f: Any = paged, q: Any = q, n: int = n) -> Any:
-                groups = [list(range(s, min(s + batch, n))) for s in range(0, n, batch)]
-                return torch.cat([f(q[g], [i + 1 for i in g], [1] * len(g), least) for g in groups])
+        def tokens(batch: int, least: int, f: Any = paged, q: Any = q, n: int = n) -> Any:
+            groups = [list(range(s, min(s + batch, n))) for s in range(0, n, batch)]
+            return torch.cat([f(q[g], [i + 1 for i in g], [1] * len(g), least) for g in groups])
 
-            def pieces(f: Any = paged, q: Any = q, n: int = n) -> Any:
-                return torch.cat([f(q[s : s + 100], [s + 100], [100]) for s in range(0, n, 100)])
+        def pieces(f: Any = paged, q: Any = q, n: int = n) -> Any:
+            return torch.cat([f(q[s : s + 100], [s + 100], [100], 1) for s in range(0, n, 100)])
 
-            name = f"attention {version}: {heads}/{key_heads}x{d}"
-            ways = {"paged": lambda f=paged, q=q, n=n: f(q, [n], [n]), "pieces": pieces}
-            ways |= {f"tokens by {b}, told {t}": lambda b=b, t=t, f=tokens: f(b, t) for b in (1, 64) for t in (1, 2)}
-            for way, call in ways.items():
-                told(f"{name}, plain and {way}", lambda a=plain, b=call: apart(a(), b()))
-                if way != "paged":
-                    told(f"{name}, paged and {way}", lambda a=ways["paged"], b=call: apart(a(), b()))
+        ways = {"a prompt": lambda f=paged, q=q, n=n: f(q, [n], [n], 1), "a prompt in pieces": pieces}
+        ways |= {
+            f"{b} tokens at a time{', told of many' if least > 1 else ''}": lambda b=b, t=least, f=tokens: f(b, t)
+            for b in (1, 64)
+            for least in (1, MANY)
+        }
+        for way, call in ways.items():
+            told(f"attention {heads}/{key_heads} x {d}, {way}", lambda a=learner, b=call: apart(a(), b()))
 
 
 # -------------------------------------------------------------------------------------------------------------- engine

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-MANY = 65
-"""Rows from which on kernels of vLLM keep one order: for at most 64 FlashAttention 3 takes other tiles (a sequence's
-queries times the heads of a head of keys), and CUTLASS the transposed product."""
+from lit_qrl.formats.kernels.gemm import MANY
+
 WHOLE_TILES = (64, 128, 256)
 """Head dimensions whose tiles are the same whether or not keys lie in pages."""
 

@@ -32,7 +32,7 @@ from lit_qrl.rollout.engine import (
     SamplerSpec,
     Turn,
 )
-from lit_qrl.rollout.vllm import folder, requests
+from lit_qrl.rollout.vllm import folder, requests, same_kernels
 from lit_qrl.rollout.vllm.addresses import Address, addresses, spread
 from lit_qrl.rollout.vllm.arguments import flags
 from lit_qrl.rollout.vllm.engine import VLLMEngine
@@ -115,6 +115,7 @@ class RemoteVLLMEngine(RolloutEngine):
         for used, what, remedy in (
             (engine.draws_together, "tensor_parallel_size", "Leave it at 1, or set data.engine to VLLMEngine"),
             (engine.batch_invariant, "batch_invariant", "Leave it out, or set data.engine to VLLMEngine"),
+            (engine.same_kernels is True, "same_kernels", "Leave it out, or set data.engine to VLLMEngine"),
             (engine.sleep_level > 0, "sleep_level", "Leave it at 0: the GPU is the server's alone"),
         ):
             if used:
@@ -180,6 +181,7 @@ class RemoteVLLMEngine(RolloutEngine):
             layers = spec.exclude, spec.quantize_head
             self._folder = folder.model_folder(policy.network, spec.format, *layers, dtype, longest)
         arguments = self.engine.arguments(self._folder, dtype, longest)
+        same_kernels.chosen(self.engine.same_kernels, spec, policy.network, dtype, arguments, apart=True)
         for server in self.servers:
             environment = environment_of(self.engine.deep_gemm, self.engine.kv_cache_gib) | self._seen(server.address)
             server.arguments, server.environment = [str(self._folder), *flags(arguments)], environment

@@ -155,7 +155,7 @@ class VLLMEngine(RolloutEngine):
         self.step_timeout, self.start_timeout = step_timeout, start_timeout
         self.gpu_memory_utilization, self.kv_cache_gib = gpu_memory_utilization, kv_cache_gib
         self.batch_invariant = invariant.asked_for(batch_invariant)
-        self.same_kernels = same_kernels
+        self.same_kernels: bool | Literal["auto"] = same_kernels
         self.quick_start: bool | Literal["auto"] = batch_invariant or quick_start
         self.tensor_parallel_size, self.draws_together = tensor_parallel_size, tensor_parallel_size > 1
         self.processes: Any = None  # of this engine, joined; None where it is one

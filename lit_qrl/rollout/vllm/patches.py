@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.precision.vllm_kernels.exact import MANY
+from lit_qrl.formats.kernels.gemm import MANY
 from lit_qrl.rollout.vllm import installation, same_kernels
 
 ALL = -1
@@ -362,9 +362,9 @@ PATCHES = (
     Patch(
         "rows_alone",
         Versions("0.26"),
-        "the bits of a row depend on how many are beside it: FlashAttention adds a sequence's keys in as many pieces as "
-        "multiprocessors are free, and in other tiles for at most 64 queries; CUTLASS multiplies at most 64 rows of FP8 "
-        "as the transposed product, and applies their scales in another order",
+        "the bits of a row depend on how many are beside it: FlashAttention adds a sequence's keys in as many pieces "
+        "as multiprocessors are free, and in other tiles for at most 64 queries; CUTLASS multiplies at most 64 rows of "
+        "FP8 as the transposed product, and applies their scales in another order",
         "same_kernels: true has a KL of 4e-3 to the learner, or of 1e-4 once at most 64 sequences are left",
         {f"{_FLASH}Builder.build": in_one_piece, "vllm._custom_ops:cutlass_scaled_mm": of_many_rows},
         [f"{_FLASH}.max_num_splits", f"{_FLASH}.scheduler_metadata", f"{_FLASH}.max_query_len"],

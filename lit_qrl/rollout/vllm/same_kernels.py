@@ -11,26 +11,33 @@ same on both sides, and none depends on what else is in the batch:
 | rotation, gated activation | each its own: elementwise, in fp32, rounded once |
 | attention | FlashAttention of vLLM, all keys of a sequence in one piece |
 
-What depends on the number of rows is taken out of vLLM by two patches (`patches.py`): at most 64 queries of a head of
-keys, and at most 64 rows of an FP8 product, are computed as more would be. Rotary frequencies come from the CPU, as
-transformers has them. Embedding and output head are each side's own: what is left of the mismatch is the head's last
-bits, of which nothing makes steps. `batch_invariant` ends that too, at a price.
+What depends on the number of rows is taken out of vLLM by a patch (`rows_alone` of `patches.py`): at most 64 queries of
+a head of keys, and at most 64 rows of an FP8 product, are computed as more would be. Rotary frequencies come from the
+CPU, as transformers has them. Embedding and output head are each side's own: what is left of the mismatch is the head's
+last bits, of which nothing makes steps. `batch_invariant` ends that too, at a price.
 """
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.network.sampler_kernels import KNOWN
-from lit_qrl.rollout.engine import SamplerSpec
+from lit_qrl.rollout.vllm.installation import installed_version
+
+if TYPE_CHECKING:
+    from lit_qrl.rollout.engine import SamplerSpec
+
+log = logging.getLogger(__name__)
 
 HEAD_DIMENSIONS = (64, 96, 128, 256)
 """For which FlashAttention 3 was seen to give a token the same bits in a whole sequence and alone."""
+COMPARED = (0, 26)
+"""The version of vLLM that was looked at so."""
 _active = False
 REMEDY = "Set data.engine.same_kernels to false."
 
@@ -62,9 +69,14 @@ def check(arguments: Mapping[str, Any]) -> None:
 
 
 def chosen(
-    asked: bool | Literal["auto"], spec: SamplerSpec, network: Any, dtype: torch.dtype, arguments: Mapping[str, Any]
+    asked: bool | Literal["auto"],
+    spec: "SamplerSpec",
+    network: Any,
+    dtype: torch.dtype,
+    arguments: Mapping[str, Any],
+    apart: bool = False,
 ) -> bool:
-    """Return whether an engine computes as the learner does.
+    """Return whether an engine computes as the learner does; where it would help and cannot be had, warn.
 
     Args:
         asked: `auto` takes it where that changes something: the learner computes in the sampler's format, which
@@ -73,19 +85,47 @@ def chosen(
         network: the learner's model.
         dtype: of activations.
         arguments: of `vllm.LLM`.
+        apart: the engine is in another process.
     """
     if asked != "auto":
         return asked
+    if not (spec.aligned and spec.format is not None and spec.format.quantizes_activations):
+        return False
+    why = "vLLM is in a process of its own" if apart else _obstacle(network, dtype, arguments)
+    if why is not None and torch.cuda.is_available():
+        log.warning(
+            "Learner and sampler both round activations to %s, but their last bits differ before they do: %s. Such a "
+            "run is hardly nearer to on-policy than an unaligned one (docs/precision.md).",
+            spec.format.name,
+            why,
+        )
+    found = installed_version()
+    if why is None and found is not None and found[0][:2] != COMPARED:
+        log.warning(
+            "The kernels of learner and sampler were compared with vLLM %d.%d, and this is %s: the KL of the first "
+            "iteration tells whether they agree here, below 1e-5.",
+            *COMPARED,
+            ".".join(map(str, found[0])),
+        )
+    return why is None
+
+
+def _obstacle(network: Any, dtype: torch.dtype, arguments: Mapping[str, Any]) -> str | None:
+    from lit_qrl.network.sampler_kernels import KNOWN  # brings transformers
+
     config = network.config.get_text_config()
     dimensions = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    fits = config.model_type in KNOWN and dimensions in HEAD_DIMENSIONS and dtype in (torch.bfloat16, torch.float16)
-    if not (fits and spec.aligned and spec.format is not None and spec.format.quantizes_activations):
-        return False
+    if config.model_type not in KNOWN:
+        return f"model_type {config.model_type} was not compared (but {', '.join(KNOWN)})"
+    if dimensions not in HEAD_DIMENSIONS:
+        return f"heads of {dimensions} dimensions were not compared (but {', '.join(map(str, HEAD_DIMENSIONS))})"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"FlashAttention does not take {dtype}".replace("torch.", "")
     try:
         check(arguments)
-    except ConfigError:
-        return False
-    return True
+    except ConfigError as error:
+        return str(error).partition("\n")[0].rstrip(".")
+    return None
 
 
 @contextmanager

@@ -98,13 +98,29 @@ class _Config(SimpleNamespace):
         ("auto", {"arguments": {"attention_backend": "FLASHINFER"}}, False),
     ],
 )
-def test_it_is_chosen_where_an_aligned_format_quantizes_activations(monkeypatch, asked, changed, expected):
+def test_it_is_chosen_where_an_aligned_format_quantizes_activations(monkeypatch, caplog, asked, changed, expected):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     spec = SamplerSpec(format=changed.get("format", FP8Row()), aligned=changed.get("aligned", True))
     config = _Config(model_type=changed.get("model_type", "qwen2"), head_dim=changed.get("head_dim", 64))
     network, dtype = SimpleNamespace(config=config), changed.get("dtype", torch.bfloat16)
     assert same_kernels.chosen(asked, spec, network, dtype, changed.get("arguments", {})) is expected
+    wanted = asked == "auto" and changed.keys().isdisjoint({"aligned", "format"})
+    assert ("their last bits differ" in caplog.text) is (wanted and not expected)
+    if expected and wanted:
+        assert not same_kernels.chosen(asked, spec, network, dtype, {}, apart=True)
+        assert "a process of its own" in caplog.text
+
+
+def test_another_version_of_vllm_is_said(monkeypatch, caplog):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    network = SimpleNamespace(config=_Config(model_type="qwen2", head_dim=64))
+    for version, said in (((0, 26, 1), False), ((0, 32, 0), True)):
+        caplog.clear()
+        monkeypatch.setattr(same_kernels, "installed_version", lambda known=(version, False): known)
+        assert same_kernels.chosen("auto", SamplerSpec(format=FP8Row(), aligned=True), network, torch.bfloat16, {})
+        assert ("this is 0.32.0" in caplog.text) is said
 
 
 def test_few_rows_are_multiplied_as_many_are(monkeypatch):
