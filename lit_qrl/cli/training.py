@@ -339,8 +339,8 @@ class QRLCLI(LightningCLI):
                 dry_run(self.trainer, self.model, self.datamodule)
             else:
                 super()._run_subcommand(subcommand)
-                for line in (*told(self.trainer.callback_metrics), self._evaluated()) if tells else ():
-                    say(line)
+                if tells and (lines := told(self.trainer.callback_metrics)):
+                    say("\n".join([*lines, self._evaluated()]))
         except (PublishError, ConfigError, IncompleteError) as error:
             if isinstance(error, ConfigError) and not made_by_training(error, self.trainer.global_step):
                 raise
