@@ -12,10 +12,10 @@ from torch.nn import functional as F
 from lit_qrl.functional._launch import triton_installed
 
 BLOCK = 128
-# cuBLASLt wants leading dimensions of 8-bit operands in units of 16 bytes, and block scales padded to four columns.
 MANY = 65
 """Rows from which on vLLM's kernels keep one order: for at most 64 FlashAttention 3 takes other tiles (a sequence's
 queries times the heads of a head of keys), and CUTLASS the transposed product."""
+# cuBLASLt wants leading dimensions of 8-bit operands in units of 16 bytes, and block scales padded to four columns.
 _ALIGNMENT = 16
 _SCALE_ALIGNMENT = 4
 # Numbers of rows at which a device may change the kernel of its block-scaled GEMM; results of fewer rows are compared

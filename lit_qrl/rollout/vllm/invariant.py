@@ -14,11 +14,10 @@ from lit_qrl.formats.base import NumberFormat
 from lit_qrl.network.sampler_kernels import check_decoder
 from lit_qrl.precision.vllm_kernels.exact import VLLMKernels
 from lit_qrl.rollout.vllm.installation import installed_version
+from lit_qrl.rollout.vllm.same_kernels import HEAD_DIMENSIONS
 
 VERSION, CAPABILITY = (0, 26), (9, 0)
 """Of vLLM and of the GPU, with which the kernels of the mode are those that the learner calls."""
-HEAD_DIMENSIONS = 128
-"""Of each attention head, for which FlashAttention gives a token the same bits in prefill and decoding."""
 ARGUMENTS: Mapping[str, tuple[Any, ...]] = {
     "attention_backend": ("FLASH_ATTN",),
     "compilation_config": ({"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},),
@@ -106,10 +105,10 @@ def check_model(network: Any, dtype: torch.dtype | None = None) -> None:
     config = network.config.get_text_config()
     check_decoder(config, "vLLM")
     dimensions = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if dimensions != HEAD_DIMENSIONS:
+    if dimensions not in HEAD_DIMENSIONS:
         raise ConfigError(
-            "FlashAttention 3 adds in another order for one token than for several, but for heads of 128 dimensions.",
-            expected=f"heads of {HEAD_DIMENSIONS} dimensions",
+            "FlashAttention 3 was not seen to add in the same order for one token as for several.",
+            expected=f"heads of {', '.join(map(str, HEAD_DIMENSIONS))} dimensions",
             given=dimensions,
             remedy=REMEDY,
         )

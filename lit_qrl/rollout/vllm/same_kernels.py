@@ -119,8 +119,9 @@ def _obstacle(network: Any, dtype: torch.dtype, arguments: Mapping[str, Any]) ->
         return f"model_type {config.model_type} was not compared (but {', '.join(KNOWN)})"
     if dimensions not in HEAD_DIMENSIONS:
         return f"heads of {dimensions} dimensions were not compared (but {', '.join(map(str, HEAD_DIMENSIONS))})"
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"FlashAttention does not take {dtype}".replace("torch.", "")
+    own = next(network.parameters()).dtype
+    if own != dtype or dtype not in (torch.bfloat16, torch.float16):
+        return f"the learner's weights are {own} and the sampler's {dtype}, not both bf16".replace("torch.", "")
     try:
         check(arguments)
     except ConfigError as error:

@@ -95,7 +95,7 @@ def test_models_and_dtypes_that_the_learner_cannot_follow_are_refused():
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     sizes |= {"vocab_size": 64, "intermediate_size": 64}
     invariant.check_model(outline(Qwen3Config(**sizes, head_dim=128)))
-    with pytest.raises(ConfigError, match=r"FlashAttention 3 adds.*128 dimensions.*Given: 16"):
+    with pytest.raises(ConfigError, match=r"FlashAttention 3 was not seen.*64, 96, 128, 256 dimensions.*Given: 16"):
         invariant.check_model(outline(Qwen3Config(**sizes, head_dim=16)))
     network = build_network(head_dim=128)
     with pytest.raises(ConfigError, match=r"bf16.*Given: float32 and bfloat16"):

@@ -83,6 +83,12 @@ class _Config(SimpleNamespace):
         return self
 
 
+def model(config, dtype=torch.bfloat16):
+    made = torch.nn.Linear(1, 1, dtype=dtype)
+    made.config = config
+    return made
+
+
 @pytest.mark.parametrize(
     ("asked", "changed", "expected"),
     [
@@ -95,6 +101,7 @@ class _Config(SimpleNamespace):
         ("auto", {"model_type": "gemma2"}, False),
         ("auto", {"head_dim": 80}, False),
         ("auto", {"dtype": torch.float32}, False),
+        ("auto", {"learner": torch.float32}, False),
         ("auto", {"arguments": {"attention_backend": "FLASHINFER"}}, False),
     ],
 )
@@ -103,7 +110,7 @@ def test_it_is_chosen_where_an_aligned_format_quantizes_activations(monkeypatch,
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     spec = SamplerSpec(format=changed.get("format", FP8Row()), aligned=changed.get("aligned", True))
     config = _Config(model_type=changed.get("model_type", "qwen2"), head_dim=changed.get("head_dim", 64))
-    network, dtype = SimpleNamespace(config=config), changed.get("dtype", torch.bfloat16)
+    network, dtype = model(config, changed.get("learner", torch.bfloat16)), changed.get("dtype", torch.bfloat16)
     assert same_kernels.chosen(asked, spec, network, dtype, changed.get("arguments", {})) is expected
     wanted = asked == "auto" and changed.keys().isdisjoint({"aligned", "format"})
     assert ("their last bits differ" in caplog.text) is (wanted and not expected)
@@ -115,7 +122,7 @@ def test_it_is_chosen_where_an_aligned_format_quantizes_activations(monkeypatch,
 def test_another_version_of_vllm_is_said(monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    network = SimpleNamespace(config=_Config(model_type="qwen2", head_dim=64))
+    network = model(_Config(model_type="qwen2", head_dim=64))
     for version, said in (((0, 26, 1), False), ((0, 32, 0), True)):
         caplog.clear()
         monkeypatch.setattr(same_kernels, "installed_version", lambda known=(version, False): known)
