@@ -77,17 +77,17 @@ class GRPOModule(Described, LightningModule):
     Args:
         policy: the model to train and its tokenizer.
         objective: the surrogate; its `old_logprobs`, `reduction` and advantage scale define the variant.
-        optimizer: built from the trainable parameters, with their names, after the model is configured. Of Adam's kind
-            without `lr` it has 1e-6, an adapter's 1e-5, and without `weight_decay` none; another of torch needs its
-            `lr`.
-        lr_schedule: `constant`, or `linear` or `cosine` decay to zero over the run, per optimizer step. A decay would
-            tie the rate of every step to the run's length, which a run that goes on longer changes.
+        optimizer: built from the trainable parameters, with their names, after the model is configured. Adam and its
+            variants default to an `lr` of 1e-6 (1e-5 for an adapter) and no weight decay; other optimizers of torch
+            need an `lr`.
+        lr_schedule: `constant`, or `linear` or `cosine` decay to zero over the run, per optimizer step. A decay ties
+            each step's rate to the length of the run, so extending the run changes the rates.
         warmup: share of the run's optimizer steps with linearly rising learning rate.
-        lr_scheduler: any scheduler instead of the two above, stepped per optimizer step; one that waits on a plateau
-            of its `monitor` is stepped per iteration.
+        lr_scheduler: any scheduler instead of these two, stepped per optimizer step; one that watches a `monitor` for a
+            plateau is stepped per iteration.
         evaluate_first: run the validation once before the first iteration.
-        master_weights: train weights of 16 bits as fp32, whose further bits the optimizer keeps (2 bytes a parameter);
-            false lets updates that are smaller than the weights' rounding be lost.
+        master_weights: keep fp32 masters of 16-bit weights, for 2 more bytes per parameter; false loses updates that
+            are smaller than the weights' rounding.
     """
 
     def __init__(

@@ -73,7 +73,7 @@ class CausalPolicy(Described, nn.Module):
         attn_implementation: `sdpa`, `eager`, `flash_attention_2`, …; None is the library's choice.
         trust_remote_code: run model code that comes with a hub repository.
         random_weights: build the model from its config alone, for benchmarks.
-        pad_token: padding token instead of the tokenizer's, which pads with its end token where it names none.
+        pad_token: padding token; None is the tokenizer's own, or its end token if it has none.
         eos_token: end token instead of the tokenizer's. A completion ends with it, and with the model's own: those of
             `generation_config.json`, else of `config.json`.
         chat_template_args: further arguments of the tokenizer's chat template, such as `enable_thinking: false`.
@@ -83,10 +83,10 @@ class CausalPolicy(Described, nn.Module):
         fuse: norms and gated activations in one kernel each: `auto` where there is CUDA and Triton.
         compile: let torch compile the decoder layers, of all weights trained: the first passes take up to minutes more.
         head_dtype: `fp32` computes logits, and their gradients, in fp32; `auto` in the dtype of the hidden states.
-        reference: name or folder of the model that the objective's KL is taken to, with the same tokenizer: a teacher.
-            It computes in its plain dtype, whatever the learner does; None is the policy as the run began.
-        dropout: train with the rates of the model's config and of `lora_dropout`. The sampler has no dropout, so each
-            of the learner's ratios to it then holds one draw of the noise. Scoring and evaluation have none anyway.
+        reference: reference model of the objective's KL, such as a teacher: name or folder, with the same tokenizer.
+            It computes in its plain dtype; None is the initial policy.
+        dropout: train with the dropout rates of the model's config and of `lora_dropout`. The sampler has no dropout,
+            so the learner's ratios then contain its noise. Scoring and evaluation never use dropout.
 
     Raises:
         ConfigError: for a folder without config or weights, an unknown name, or a model without any end token.

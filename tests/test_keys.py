@@ -5,23 +5,30 @@ from pathlib import Path
 
 from jsonargparse import ArgumentParser
 
-from lit_qrl.cli.training import FIRST_KEYS, GROUPS
-from lit_qrl.objective import GRPO
-from lit_qrl.policy import CausalPolicy
-from lit_qrl.rollout import TransformersEngine, VLLMEngine
+from lit_qrl.callbacks.defaults import FORCED
+from lit_qrl.cli.training import FIRST_KEYS, GROUPS, classes_at
 from tests.command_line import exists, fit_parser
 
 PAGE = Path(__file__).parent.parent / "docs" / "keys.md"
-CLASSES = {"model.policy": (CausalPolicy,), "model.objective": (GRPO,), "data.engine": (TransformersEngine, VLLMEngine)}
+PLACES = {
+    "model.policy": ["CausalPolicy"],
+    "model.objective": ["GRPO"],
+    "data.task": ["DatasetTask"],
+    "data.task.init_args.rewards": ["MathReward", "FunctionReward"],
+    "data.engine": ["TransformersEngine", "VLLMEngine"],
+    "trainer.plugins": ["PackedLoRA"],
+    "trainer.callbacks": ["TruncatedIS", "MaskedIS", "AIS"],
+    "trainer.strategy": [],
+}
+"""Where a class is chosen, and the classes that come first there; others are compared with them."""
+SHARED = 4
+"""Rows from which on a class points to another that has them too."""
 HEAD = """# Keys and defaults
 
-Every key of `lit-qrl fit` but Lightning's own `trainer.*`, with its default. What tasks, precision plugins, callbacks
-and other engines take is printed by `--data.task.help DatasetTask` and the like. In a YAML file `data.group_size` is
+Every key of `lit-qrl fit` but Lightning's own `trainer.*`, with its default. In a YAML file `data.group_size` is
 `group_size` under `data`, and what a class takes stands under its `init_args`; on the command line it is
-`--data.group_size 8`. `lit-qrl fit --help` has them with their types, `lit-qrl fit --data.task.help DatasetTask` those
-of any class. `python -m tests.test_keys` writes this page.
-
-## A first run
+`--data.group_size 8`. `lit-qrl fit --help` prints the same with types, `lit-qrl fit --data.task.help DatasetTask` what
+a class takes. `python -m tests.test_keys` writes this page.
 
 """
 
@@ -38,8 +45,42 @@ def rows(actions, prefix=""):
             continue
         text = re.sub(r"\s*\((?:type|required|default).*", "", " ".join(action.help.split()), flags=re.DOTALL)
         default = action.default
-        shown = "" if default is None else f"`{str(default).lower() if isinstance(default, bool) else default}`"
+        shown = "" if default in (None, "") else f"`{str(default).lower() if isinstance(default, bool) else default}`"
         yield prefix + action.dest, "" if "<" in shown or "{" in shown else shown, text.replace("|", "\\|").rstrip(".")
+
+
+def classes(place):
+    """Return the classes of this library at a place; what every run has is a group of its own."""
+    found = [one for one in classes_at(place.rpartition(".")[2]).values() if one.__module__.startswith("lit_qrl")]
+    own = {one.__name__: one for one in found if one not in FORCED.values()}
+    return [own[name] for name in (*PLACES[place], *sorted({*own} - {*PLACES[place]}))]
+
+
+def link(place, kind):
+    anchor = f"{place}-{kind.__name__}".lower().replace(".", "")
+    return f"[{kind.__name__}](#{anchor})"
+
+
+def class_sections(place):
+    """Yield for each class what it is, and what it takes beside all that a class before it takes alike."""
+    before = {}
+    for kind in classes(place):
+        parser = ArgumentParser()
+        parser.add_class_arguments(kind)
+        taken = list(rows(parser._actions, f"{place}.init_args."))
+        like = max(before, key=lambda one: len({*before[one]} & {*taken}), default=None)
+        texts = {key: text for key, _, text in before.get(like, ())}
+        taken = [(key, one, texts.get(key, text) if text.startswith("see `") else text) for key, one, text in taken]
+        alike = [row for row in taken if row in before.get(like, ())]
+        if len(alike) < SHARED:
+            alike = []
+        before[kind] = taken
+        yield f"### {place}: {kind.__name__}\n\n{kind.__doc__.splitlines()[0]}"
+        if own := [row for row in taken if row not in alike]:
+            yield table(own)
+        if alike:
+            names = ", ".join(f"`{key.rpartition('.')[2]}`" for key, *_ in alike)
+            yield f"As {link(place, like)}: {names}."
 
 
 def page():
@@ -47,15 +88,14 @@ def page():
     (commands,) = (one for one in fit_parser()._actions if getattr(one, "_name_parser_map", None))
     fit = commands._name_parser_map["fit"]
     first = {key: (default, text) for key, default, text in rows(fit._actions)}
-    parts = [table((key, first.get(key, ("", ""))[0], text) for key, text in FIRST_KEYS.items())]
-    for group in GROUPS:
+    contents = [f"| `{place}` | {' · '.join(link(place, kind) for kind in classes(place))} |" for place in PLACES]
+    parts = ["\n".join(["| class at | |", "| --- | --- |", *contents]), "## A first run"]
+    parts.append(table((key, first.get(key, ("", ""))[0], text) for key, text in FIRST_KEYS.items()))
+    for group in (*GROUPS, "trainer"):
+        parts.append(f"## {group}")
         own = [one for one in fit._actions if one.dest.startswith(f"{group}.")]
-        parts.append(f"## {group}\n\n{table(rows(own))}")
-        for place, kinds in CLASSES.items():
-            for kind in kinds if place.startswith(f"{group}.") else ():
-                parser = ArgumentParser()
-                parser.add_class_arguments(kind)
-                parts.append(f"### {place}: {kind.__name__}\n\n{table(rows(parser._actions, f'{place}.init_args.'))}")
+        parts.append(table(rows(own)) if group != "trainer" else "What this library has for Lightning's Trainer.")
+        parts += [part for place in PLACES if place.startswith(f"{group}.") for part in class_sections(place)]
     return HEAD + "\n\n".join(parts) + "\n"
 
 

@@ -73,6 +73,8 @@ class RLProgress(Described, ProgressBar):
         self._ran = False
         self._pending: int | None = None
         self._evaluated: dict[str, float] = {}
+        self._evaluated_since = False
+        """Whether there was an evaluation since the last line."""
         self._generation: tuple[str, int, int, int] | None = None
         self._first = (0, 0.0)
         self._train_started: tuple[float, int] | None = None
@@ -101,7 +103,7 @@ class RLProgress(Described, ProgressBar):
         return {name: float(value) for name, value in found.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the last evaluation, so that a resumed run can go on showing it."""
+        """Return the last evaluation, so that a resumed run can show it in its last line."""
         return {"evaluated": dict(self._evaluated)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -196,7 +198,8 @@ class RLProgress(Described, ProgressBar):
             self._pending = trainer.current_epoch
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the last line and take the bars away."""
+        """Print the last line, with the last evaluation whenever that was, and take the bars away."""
+        self._evaluated_since = True
         self._flush(trainer, pl_module)
         self._stop()
 
@@ -213,6 +216,7 @@ class RLProgress(Described, ProgressBar):
             return
         metrics = self.get_metrics(trainer, pl_module)
         self._evaluated = {name: value for name, value in metrics.items() if name.startswith("val/")}
+        self._evaluated_since = True
         if not self._ran and trainer.current_epoch == 0 and not trainer.sanity_checking:
             self._line(trainer, 0, self._evaluated)
 
@@ -238,6 +242,9 @@ class RLProgress(Described, ProgressBar):
         if self._lines % self.header_every == 0:
             self._write(header(total), "dim")
         self._lines += 1
+        if not self._evaluated_since:
+            metrics = {name: value for name, value in metrics.items() if not name.startswith("val/")}
+        self._evaluated_since = False
         self._write(line(iteration, total, metrics), "")
 
     def _write(self, text: str, style: str) -> None:

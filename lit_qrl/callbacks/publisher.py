@@ -29,8 +29,8 @@ class WeightPublisher(RLCallback):
     Args:
         format: number format of the sampler's linear layers; `auto` is what the precision plugin exports, else the
             learner's own dtype (in VLLMEngine the one that it computes in: bf16 under bf16-mixed).
-        every_n_iterations: iterations between publishes; more than 1 trains on a stale sampler. A
-            resumed run cannot have that one back: it begins with a publish, and goes on otherwise than it would have.
+        every_n_iterations: iterations between publishes; more than 1 trains on a stale sampler. A resumed run begins
+            with a publish, so it does not repeat what an uninterrupted one does.
         evaluation_format: `auto` evaluates the policy that is trained: in the precision plugin's format where the
             learner computes in it (QATAligned, UnifiedFP8), else in the learner's dtype, so that tables compare
             policies; `learner` takes the unquantized master weights under those plugins too, `rollout` the sampler's

@@ -336,4 +336,5 @@ def _device(trainer: Trainer) -> str:
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         return name if trainer.world_size == 1 else f"{trainer.world_size} × {name}"
-    return f"{torch.get_num_threads()} CPU threads"
+    threads = torch.get_num_threads()
+    return f"{threads} CPU thread{'s' if threads > 1 else ''}"

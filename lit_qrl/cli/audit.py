@@ -67,8 +67,8 @@ def audit(
     its first prompts, as many of them and of completions as an iteration has, and its lengths. Otherwise the embedded
     engine draws.
 
-    d is the log-ratio learner / sampler per token, in nats, on completions that the sampler draws. The first row is the
-    learner's own arithmetic in the engine: what no format can fall below. Bits are per weight of the whole
+    d is the log-ratio learner / sampler per token, in nats, on completions that the sampler generates. The first row is
+    the learner's own arithmetic in the engine: no format can be lower. Bits are per weight of the whole
     model. AIS is in full force from a mean |d| of its `saturation`; docs/metrics.md says what the columns mean and when
     to worry.
 

@@ -1,7 +1,7 @@
 """`lit-qrl fit --dry_run`: what `fit` checks before it loads weights, memory by part, and the first prompts."""
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,10 +76,23 @@ def dry_run(trainer: Trainer, module: GRPOModule, data: RolloutDataModule) -> No
     """Let `fit` check all that it checks before it loads weights, then print what it would need and see.
 
     Raises:
-        ConfigError: for what `fit` would refuse, for a disk without room for two checkpoints, and for a GPU that does
-            not hold the learner.
+        ConfigError: for what `fit` would refuse (what the engine refuses, after all that is printed), for a disk
+            without room for two checkpoints, and for a GPU that does not hold the learner.
     """
     found: list[Tensors] = []
+    refused: list[ConfigError] = []
+
+    def told_later(check: Callable[..., None]) -> Callable[..., None]:
+        """Return a check of the engine that does not end the dry run: memory is wanted for another host, too."""
+
+        def checked(*given: Any) -> None:
+            try:
+                if not refused:
+                    check(*given)
+            except ConfigError as error:
+                refused.append(error)
+
+        return checked
 
     def instead_of_weights() -> None:
         found.append(tensors(module, trainer))
@@ -91,11 +104,19 @@ def dry_run(trainer: Trainer, module: GRPOModule, data: RolloutDataModule) -> No
 
     folder = Path(trainer.default_root_dir)
     module.configure_model = instead_of_weights  # what Lightning calls after every setup
+    for check in ("validate", "check_model"):
+        if hasattr(data.engine, check):
+            setattr(data.engine, check, told_later(getattr(data.engine, check)))
     try:
         with suppress(_DoneError):
             trainer.fit(module, datamodule=data)
+    except Exception:
+        if not refused:
+            raise
     finally:
         del module.configure_model
+    if refused and not found:
+        raise refused[0]
     if trainer.global_rank:  # the first one tells, and the folder may be gone by now
         return
     (learner,) = found
@@ -107,7 +128,9 @@ def dry_run(trainer: Trainer, module: GRPOModule, data: RolloutDataModule) -> No
     tokens = by_tokens(data, trainer.strategy.root_device)
     print(f"\nActivations come on top: they grow with the tokens of a micro-batch{tokens}.\n")
     for ids, text in first_prompts(data):
-        print(f"Prompt of {len(ids)} tokens: {ends(text)}")
+        print(f"Prompt of {len(ids)} tokens: {ends(text)}", flush=True)  # what is refused goes to another stream
+    if refused:
+        raise refused[0]
     check_disk(table, room, folder)
     check_memory(table, trainer)
     print("\nNothing was loaded. The configuration can be run.")

@@ -136,7 +136,7 @@ def overview() -> str:
             "lit-qrl --print_shtab bash              prints a script for tab completion (or zsh)",
             "lit-qrl --versions                      lists libraries, accepted versions of vLLM, patches of its code",
             "",
-            "What is named configs/…, models/… or docs/… and is not in the working directory is taken from",
+            "Paths under configs/, models/ and docs/ that the working directory does not have are taken from",
             f"  {SHIPPED}",
         ]
     )

@@ -26,7 +26,7 @@ WIDTH = 118
 
 
 def models(*family: str) -> None:
-    """Show which formats and methods work for every family of models; for one that is named, also why others do not.
+    """Show which formats and methods work for every family of models; for a named family, also why the others do not.
 
     `auto` is the learner's dtype.
 

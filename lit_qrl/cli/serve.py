@@ -38,7 +38,7 @@ def serve(
     /health and /metrics asks for the token; traffic is encrypted only with --certificate.
 
     Args:
-        model: of the run: a folder, or a name on the hub, of which the config is read.
+        model: the run's: a folder or a hub name; only its config is read.
         token_file: file with one line that run and server share; vLLM's API key.
         format: publisher.format of the run; none where it publishes plain weights.
         exclude: publisher.exclude of the run.

@@ -66,6 +66,7 @@ from lit_qrl.receipts.ledger import PublishError
 from lit_qrl.run.checkpoint_files import check_identity, read_checkpoint
 from lit_qrl.run.config import RunConfig
 from lit_qrl.run.console import BEGAN, LOG_FILE, kept_from_the_screen, quiet
+from lit_qrl.run.event_log import METRICS_FILE
 from lit_qrl.run.folder import RunLock, absent, keep_last, let_go, place, remove_empty, shown
 from lit_qrl.run.interrupt import Interrupted, InterruptedTogether, check_process
 from lit_qrl.run.loggers import RunCSVLogger
@@ -338,8 +339,8 @@ class QRLCLI(LightningCLI):
                 dry_run(self.trainer, self.model, self.datamodule)
             else:
                 super()._run_subcommand(subcommand)
-                for line in told(self.trainer.callback_metrics) if tells else ():
-                    say(line)
+                if tells and (lines := told(self.trainer.callback_metrics)):
+                    say("\n".join([*lines, self._evaluated()]))
         except (PublishError, ConfigError, IncompleteError) as error:
             if isinstance(error, ConfigError) and not made_by_training(error, self.trainer.global_step):
                 raise
@@ -359,6 +360,13 @@ class QRLCLI(LightningCLI):
             say(standing(interrupted, self.trainer, again(self.arguments)))
             interrupted.told = True
             raise interrupted from None
+
+    def _evaluated(self) -> str:
+        """Return what an evaluation was of, and where its numbers are."""
+        publisher = next(one.publisher for one in self.trainer.callbacks if isinstance(one, callbacks.WeightPublisher))  # pyright: ignore
+        sets = (f"{len(one.problems)} of {one.name or one.task.name}" for one in self.datamodule.evaluations)
+        kept = f"; kept in {shown(self.trainer.default_root_dir)}/{METRICS_FILE}" if self.trainer.loggers else ""
+        return f"Problems: {', '.join(sets)}; format: {publisher.evaluated_in}{kept}."
 
 
 def fill_in_optimizer(model: Any) -> None:

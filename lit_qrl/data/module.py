@@ -53,8 +53,8 @@ class RolloutDataModule(Described, LightningDataModule):
         temperature: of the rollout; log-probs are those of the distribution at this temperature.
         top_p: nucleus mass of the rollout.
         top_k: most likely tokens kept in the rollout; 0 keeps all.
-        max_tokens_per_micro_batch: an upper bound on padded tokens; `setup` says which `micro_batches` meets it. With
-            `auto` it is of the tokens that are computed.
+        max_tokens_per_micro_batch: most padded tokens of a micro-batch; `setup` names a `micro_batches` that meets it.
+            With `auto` it counts the tokens that are computed.
         evaluation_limit: at most so many of the problems that the task holds out are evaluated on; 0 takes all.
         evaluation_samples: samples per problem for avg@k and pass@k; 0 decodes greedily alone.
         evaluation_temperature: of those samples; 0 decodes greedily alone.
@@ -65,8 +65,9 @@ class RolloutDataModule(Described, LightningDataModule):
         benchmarks: further sets to evaluate on, each with its own task, decoding and lengths.
         schedule: `on_policy` draws and updates in turns; `one_step_off` draws the next rollout while the learner
             updates on this one, `async` the next `max_staleness`, by an engine in a process of its own.
-        max_staleness: iterations by which the weights that drew may be older than the learner, with `async`.
-        in_flight_updates: `async` publishes while completions are drawn, and their keys and values `keep`, `recompute`.
+        max_staleness: with `async`, iterations by which the sampler's weights may be older than the learner's.
+        in_flight_updates: with `async`, publish while completions are generated: `keep` goes on with the old
+            weights' keys and values, `recompute` computes them again; `none` does not publish then.
         replay: removed; only null, as saved configurations have it, is accepted.
         error_reward: the reward of a sample whose reward function failed or timed out; null leaves the sample out of
             its group's statistics and of the loss, as a reward that returns None does.

@@ -32,22 +32,22 @@ class Objective(Described, ABC):
             `token_sum` the sum over all tokens of the mini-batch.
         baseline: what centres the rewards: the mean of the `group`, that of its other completions (`leave_one_out`:
             RLOO), or `none`.
-        old_logprobs: against what the ratio is taken. `decoupled`: learner_old, scored again. `bypass`: the sampler
-            itself, no second forward. `policy_gradient`: the current learner, so that the ratio is 1 and nothing is
-            clipped; only the corrections' weights act.
+        old_logprobs: denominator of the ratio. `decoupled`: learner_old, scored in a second forward pass. `bypass`: the
+            sampler's own log-probs, without that pass. `policy_gradient`: the current learner: the ratio is 1, nothing
+            is clipped, and only the corrections' weights act.
         kl_coefficient: factor of the KL to the reference policy (`model.policy.reference`); 0 means that none is kept.
         kl_estimator: how the KL is estimated from drawn tokens: `k1`, `k2`, `k3`, or `k3+`, which corrects the gradient
-            of k3; `vocabulary` does not estimate it, at the price of the reference's forward pass beside each of the
-            learner's. null is `k3+` in the loss and `k1` in the reward, the two whose gradient is that of the KL.
-        kl_in: whether it is added to the `loss` of each token or taken off the `reward` of the completion.
+            of k3; `vocabulary` computes it exactly, for one forward pass of the reference beside each of the learner's.
+            null is `k3+` in the loss and `k1` in the reward, the two whose gradient is that of the KL.
+        kl_in: `loss` adds the KL to the loss of each token, `reward` subtracts it from the completion's reward.
         kl_input_clamp: largest |log p − log p_reference| of a token in it, in nats; null does not clamp.
         kl_output_clamp: largest estimate of a token, in nats; null does not clamp.
         entropy_coefficient: factor of the entropy, subtracted from the loss.
         load_balance_coefficient: factor of the auxiliary loss that evens out the load of a mixture's experts; null is
             the one in the model's config (`router_aux_loss_coef`).
         normalize_weights: divide the product of all corrections' weights by its mean over `token`s or `sequence`s.
-        filter_zero_variance: draw again groups whose completions all got the same reward.
-        max_resample: how many more rounds of generation that may take, at most.
+        filter_zero_variance: replace groups whose completions all got the same reward by new ones (dynamic sampling).
+        max_resample: most further rounds of generation for it.
         overlong_penalty: (share of the completion limit, largest penalty): completions that end in that last share
             of the limit lose a linearly growing part of the largest penalty; none if null.
         mask_truncated: leave completions that reached the limit out of the loss, as if rejected; their rewards still

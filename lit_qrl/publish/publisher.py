@@ -8,6 +8,7 @@ is sent them while it draws with others stands still when they are there (`_to_s
 import json
 import time
 import traceback
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -71,6 +72,8 @@ class Publisher:
         self.scores = ScoreCheck(settings.probe_every)
         self._deaths = 0
         """Of the engine, since it last drew everything that it was asked for."""
+        self.evaluated_in = ""
+        """Formats of the sampler that was evaluated last."""
         self._published, self._published_at = 0, -1
         self._wanted: Weights = "rollout"
         self._to_stop: Literal["pause", "settle"] | None = None
@@ -238,6 +241,8 @@ class Publisher:
         with staged, within_memory("publishing the weights to the engine", PUBLISH_REMEDY):
             report = self._rollout(connection) if what == "rollout" else self._evaluation(connection)
         report.seconds = time.perf_counter() - start - (seconds["wait"] - before)
+        if what == "evaluation":
+            self.evaluated_in = loaded(report)
         return report
 
     def _rollout(self, connection: Connection) -> PublishReport:
@@ -351,6 +356,19 @@ class Publisher:
         """What the engine holds, as far as is known."""
         self._rebuilt = True
         """True until the first rollout's publish to an engine."""
+
+
+def loaded(report: PublishReport) -> str:
+    """Return the formats that the sampler was loaded in, the one with most bytes first.
+
+    >>> layers, sizes = {"a.weight": "int4_group", "norm": "fp32"}, {"a.weight": 10, "norm": 4}
+    >>> loaded(PublishReport(version=0, seconds=0.1, bytes=14, layers=layers, sizes=sizes))
+    'int4_group and fp32'
+    """
+    sizes = Counter[str]()
+    for name, format in report.layers.items():
+        sizes[format] += report.sizes.get(name, 0)
+    return " and ".join(format for format, _ in sizes.most_common())
 
 
 @rank_zero_only

@@ -163,7 +163,7 @@ def _catalogue(runs: Sequence[Source]) -> list[Figure]:
             "learning",
             "Learning",
             "Mean reward of the rollouts, and accuracy on held-out problems that are never trained on. The sampler's "
-            "accuracy is that of the rollouts, in its own format; the learner's that of the evaluation.",
+            "accuracy is measured on the rollouts, in the sampler's format; the learner's in the evaluation.",
             (
                 Panel("Reward", (Line("reward/mean", "mean"),)),
                 Panel(
@@ -199,8 +199,8 @@ def _catalogue(runs: Sequence[Source]) -> list[Figure]:
         Figure(
             "mismatch",
             "Mismatch between sampler and learner",
-            "How far the policy that drew the tokens is from the one that is trained, before any correction. A KL that "
-            "climbs, or an effective sample size that falls, comes before a collapse.",
+            "How far the policy that generates the tokens is from the one that is trained, before any correction. A "
+            "rising KL or a falling effective sample size precedes a collapse.",
             (
                 Panel(
                     "KL(sampler ‖ learner), nats",
@@ -219,16 +219,16 @@ def _catalogue(runs: Sequence[Source]) -> list[Figure]:
                     limits=(0.0, 1.0),
                     compared=False,
                 ),
-                Panel("Age of the weights that drew, iterations", (Line("rollout/age"),), limits=(0.0, None)),
+                Panel("Age of the sampler's weights, iterations", (Line("rollout/age"),), limits=(0.0, None)),
             ),
         ),
         Figure(
             "correction",
             "Correction",
-            "What the correction made of the mismatch: α mixes the uncorrected gradient (0) with the "
+            "What the correction does about the mismatch: α mixes the uncorrected gradient (0) with the "
             "importance-weighted one (1); it is (reliability − variance penalty) × necessity."
             if any(run.series("correction/alpha") for run in runs)
-            else "What the correction made of the mismatch: how large its weights are, and how many tokens it reaches.",
+            else "What the correction does about the mismatch: how large its weights are, how many tokens it reaches.",
             (
                 Panel("α, strength of the correction", (Line("correction/alpha", "α"),), limits=(0.0, 1.0)),
                 Panel(
@@ -245,8 +245,8 @@ def _catalogue(runs: Sequence[Source]) -> list[Figure]:
         Figure(
             "policy",
             "Policy",
-            "Entropy that drops to zero means that the policy has stopped exploring; a clip fraction that grows means "
-            "that updates leave the trust region.",
+            "An entropy of zero means that the policy has stopped exploring; a growing clip fraction, that updates "
+            "leave the trust region.",
             (
                 Panel("Entropy, nats per token", (Line("update/entropy"),), limits=(0.0, None)),
                 Panel("Clip fraction", every("update/clip_fraction"), limits=(0.0, None)),
@@ -265,7 +265,7 @@ def _catalogue(runs: Sequence[Source]) -> list[Figure]:
                 Panel("Loss", (Line("update/loss"),)),
                 Panel("Gradient norm", (Line("update/grad_norm"),), limits=(0.0, None)),
                 Panel(
-                    "KL to the learner before, nats",
+                    "KL to the previous learner, nats",
                     (Line("update/kl", "iteration before"), Line("update/reference_kl", "reference", dashed=True)),
                 ),
                 Panel("Noise σ", (Line("noise/sigma"),), log=True),
@@ -274,7 +274,7 @@ def _catalogue(runs: Sequence[Source]) -> list[Figure]:
         Figure(
             "time",
             "Time",
-            "Where the seconds of an iteration go, and how fast the sampler draws tokens.",
+            "Where the seconds of an iteration go, and how fast the sampler generates tokens.",
             (
                 Panel(
                     "Seconds per iteration",

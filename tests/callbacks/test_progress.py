@@ -60,8 +60,8 @@ def test_a_log_file_gets_one_line_per_iteration(tmp_path, capsys):
     cells = [row.split() for row in rows]
     assert [row[0] for row in cells] == ["0/3", "1/3", "2/3", "3/3"]
     assert [row[1] for row in cells] == ["-", "0.000", "0.125", "0.250"]
-    # Evaluated before the first iteration and after the second; the last known value stays.
-    assert [row[2] for row in cells] == ["0.250", "0.250", "0.375", "0.375"]
+    # Evaluated before the first iteration and after the second; the last line has the last value.
+    assert [row[2] for row in cells] == ["0.250", "-", "0.375", "0.375"]
     assert [row[8] for row in cells] == ["-", "0.50s", "0.50s", "0.50s"]
     assert len({len(row) for row in [head, *rows]}) == 1
 
@@ -99,8 +99,15 @@ def test_a_resumed_run_prints_its_own_iterations_only(tmp_path, capsys):
     trainer.fit(Module(), ckpt_path=checkpoint)
     rows = [row.split() for row in capsys.readouterr().out.splitlines()[1:]]
     assert [row[0] for row in rows] == ["3/4", "4/4"]
-    # The first has the accuracy that the process before has measured.
-    assert [row[2] for row in rows] == ["0.375", "0.625"]
+    assert [row[2] for row in rows] == ["-", "0.625"]
+
+
+def test_the_last_line_has_the_accuracy_that_the_process_before_has_measured(tmp_path, capsys):
+    fit(tmp_path, iterations=2, enable_checkpointing=True)
+    (checkpoint,) = (tmp_path / "checkpoints").glob("*.ckpt")
+    trainer_of(tmp_path, [RLProgress()], 3).fit(Module(), ckpt_path=checkpoint)
+    last = capsys.readouterr().out.splitlines()[-1].split()
+    assert (last[0], last[2]) == ("3/3", "0.375")
 
 
 def test_a_terminal_sees_generation_move(tmp_path, terminal):

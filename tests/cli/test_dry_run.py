@@ -190,6 +190,25 @@ def test_what_fit_refuses_is_refused_in_the_same_words(run, name):
     assert dry == fit
 
 
+@pytest.mark.parametrize("check", ["validate", "check_model"])
+def test_what_the_engine_refuses_comes_after_the_memory_of_learner_and_sampler(run, monkeypatch, check):
+    def refuse(*given):
+        raise ConfigError("This host is no good.")
+
+    monkeypatch.setattr(VLLMEngine, "validate", lambda self, spec: None)
+    monkeypatch.setattr(VLLMEngine, "check_model", lambda self, network: None)
+    monkeypatch.setattr(VLLMEngine, check, refuse)
+    for format, bits in (("int4_group", 4.5), ("fp8_row", 8)):
+        status, sizes, text = run("--data.engine", "VLLMEngine", "--publisher.format", format)
+        assert status == 2
+        assert text.endswith("lit-qrl: This host is no good.")
+        assert "Nothing was loaded" not in text
+        assert sizes["gradients"] == 4 * 987_776
+        assert sizes["sampler's weights"] < 4 * 987_776 / 32 * bits + 2**20
+    _, _, text = run("--data.engine", "VLLMEngine", "--data.group_size", 1)  # what `fit` would come to first
+    assert text == "A completion ends with '<eos>'. lit-qrl: This host is no good."
+
+
 def test_a_policy_that_the_precision_plugin_cannot_train_is_refused(run):
     precision, folder = ROOT / "configs" / "precision", Path("packed")
     quantize_checkpoint(MODEL, folder, formats.get("fp8_tensor"))
@@ -322,6 +341,6 @@ def test_of_several_processes_the_first_one_tells_and_all_go_through_the_same(ca
         callbacks=[peers],
         fit=lambda module, datamodule: module.configure_model(),
     )
-    dry.dry_run(other, SimpleNamespace(), None)
+    dry.dry_run(other, SimpleNamespace(), SimpleNamespace(engine=None))
     assert done == ["tensors", "without", "parted"]
     assert capsys.readouterr().out == ""

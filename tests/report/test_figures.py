@@ -58,7 +58,7 @@ def test_a_run_that_draws_ahead_shows_what_of_its_mismatch_is_staleness(tmp_path
     lines = {panel.title: [line.metric for line in panel.lines] for panel in figure.panels}
     assert lines == {
         "KL(sampler ‖ learner), nats": names[:2],
-        "Age of the weights that drew, iterations": names[2:],
+        "Age of the sampler's weights, iterations": names[2:],
     }
 
 

@@ -53,6 +53,7 @@ def test_the_page_of_a_whole_run(make_run):
     assert "fp8_tensor" in text
     assert "AIS" in text
     assert "models/tiny-countdown · Countdown · 2 CPU threads" in text
+    assert "– – –" not in text  # of what has no interval
     assert not re.search(r"(?:src|href)=['\"](?!data:|#)", html)
     names = {path.name for path in index.parent.iterdir()}
     assert names == {

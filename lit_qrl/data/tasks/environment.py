@@ -29,7 +29,7 @@ class Environment(MultiTurnTask):
         env: name of an installed environment.
         args: arguments of its `load_environment`.
         train_size: problems to train on; 0 takes all of its dataset.
-        max_turns: see `MultiTurnTask`, as the others.
+        max_turns: answers of the policy in one sequence.
         time_limit: seconds that the environment may take at a time.
         max_message_tokens: tokens that the environment may say at a time.
         solved_at: score from which a conversation counts as solved.

@@ -113,8 +113,8 @@ class VLLMEngine(RolloutEngine):
         tensor_parallel_size: processes of the learner, neighbours on one host, that are one engine: each holds a part
             of every matrix, and all draw what any of them asks for.
         engine_args: further arguments of `vllm.LLM`.
-        kv_cache_dtype: `auto`, the model's: configurations of earlier versions say it.
-        speculative: 0, no proposed tokens: likewise.
+        kv_cache_dtype: only `auto`, the model's; earlier configurations have the key.
+        speculative: only 0, no speculative decoding; likewise.
     """
 
     single_format = True
