@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 import yaml
-from jsonargparse import ArgumentParser, lazy_instance
+from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
@@ -64,9 +64,6 @@ from lit_qrl.types import AllReduce, MicroBatch, RolloutBatch
 
 log = logging.getLogger(__name__)
 
-DEFAULT_OBJECTIVE = lazy_instance(GRPO)
-"""What the command line shows as the default, and builds."""
-
 
 class GRPOModule(Described, LightningModule):
     """Trains a policy on groups of completions; nothing in it knows about number formats.
@@ -93,7 +90,7 @@ class GRPOModule(Described, LightningModule):
     def __init__(
         self,
         policy: CausalPolicy,
-        objective: Objective = DEFAULT_OBJECTIVE,  # pyright: ignore[reportArgumentType]
+        objective: Objective | None = None,
         optimizer: OptimizerCallable = torch.optim.AdamW,
         lr_schedule: Literal["constant", "linear", "cosine"] = "constant",
         warmup: float = 0.0,
@@ -104,7 +101,7 @@ class GRPOModule(Described, LightningModule):
         super().__init__()
         if not 0 <= warmup < 1:
             raise ConfigError("model.warmup is a share of the run.", expected="a number in [0, 1)", given=warmup)
-        if objective is DEFAULT_OBJECTIVE:  # outside of the command line nobody has built it yet
+        if objective is None:  # the command line has built its default
             objective = GRPO()
         require_object("model.policy", policy, 'CausalPolicy("models/tiny-countdown")')
         require_object("model.objective", objective, "GRPO()")

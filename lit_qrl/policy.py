@@ -57,6 +57,8 @@ from lit_qrl.types import RolloutBatch, TokenScores
 log = logging.getLogger(__name__)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+AT_ONCE = 1024
+"""Prompts that the tokenizer is given in one call, of which it holds more than the ids."""
 
 
 class CausalPolicy(Described, nn.Module):
@@ -185,20 +187,35 @@ class CausalPolicy(Described, nn.Module):
         return self.tokenizer.pad_token_id
 
     def encode(self, prompt: str | Sequence[dict[str, str]], tools: Sequence[Any] | None = None) -> list[int]:
-        """Return the token ids of a prompt: text as it is, chat messages through the tokenizer's template.
+        """Return the token ids of one prompt; see `encode_all`."""
+        return self.encode_all([prompt], tools)[0]
+
+    def encode_all(
+        self, prompts: Sequence[str | Sequence[dict[str, str]]], tools: Sequence[Any] | None = None
+    ) -> list[list[int]]:
+        """Return the token ids of prompts: text as it is, chat messages through the tokenizer's template.
 
         Args:
-            prompt: a text, or messages with `role` and `content`.
+            prompts: texts, or messages with `role` and `content`.
             tools: descriptions of tools, for the template.
         """
-        if not isinstance(prompt, str):
-            arguments = self.chat_template_args if tools is None else {**self.chat_template_args, "tools": list(tools)}
-            return chat_ids(self.tokenizer, prompt, arguments, self.source)
-        ids = self.tokenizer(prompt)["input_ids"]
-        # Some tokenizers end every text; a completion cannot follow an end token.
-        if ids and ids[-1] == self.tokenizer.eos_token_id and not prompt.endswith(self.tokenizer.eos_token):
-            ids = ids[:-1]
-        return ids
+        arguments = self.chat_template_args if tools is None else {**self.chat_template_args, "tools": list(tools)}
+        found = []
+        for start in range(0, len(prompts), AT_ONCE):
+            some = prompts[start : start + AT_ONCE]
+            texts = [prompt for prompt in some if isinstance(prompt, str)]
+            chats = [prompt for prompt in some if not isinstance(prompt, str)]
+            of_texts = iter(self.tokenizer(texts)["input_ids"] if texts else ())
+            of_chats = iter(chat_ids(self.tokenizer, chats, arguments, self.source) if chats else ())
+            for prompt in some:
+                if isinstance(prompt, str):
+                    ids = next(of_texts)
+                    # Some tokenizers end every text; a completion cannot follow an end token.
+                    ended = ids and ids[-1] == self.tokenizer.eos_token_id
+                    found.append(ids[:-1] if ended and not prompt.endswith(self.tokenizer.eos_token) else ids)
+                else:
+                    found.append(next(of_chats))
+        return found
 
     def encode_turn(self, messages: Sequence[Mapping[str, Any]], chat: bool) -> list[int]:
         """Return the token ids of messages that follow an answer, up to where the next answer begins.

@@ -142,3 +142,15 @@ def test_the_plugins_name_vllm_in_one_place():
 def test_importing_the_package_loads_no_optional_library():
     code = "import sys, lit_qrl.types; sys.exit(any(m in sys.modules for m in ('vllm', 'lightning', 'datasets')))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_a_training_starts_without_what_it_does_not_run():
+    code = """
+import sys
+from lit_qrl.cli import main
+print(*{"torch", "jsonargparse", "yaml"} & {*sys.modules})
+from lit_qrl.cli import training
+print(*{"vllm", "datasets", "torchvision", "scipy"} & {*sys.modules})
+"""
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert found.stdout.splitlines() == ["", ""]

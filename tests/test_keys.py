@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, Namespace
 
 from lit_qrl.callbacks.defaults import FORCED
 from lit_qrl.cli.training import FIRST_KEYS, GROUPS, classes_at
@@ -45,6 +45,8 @@ def rows(actions, prefix=""):
             continue
         text = re.sub(r"\s*\((?:type|required|default).*", "", " ".join(action.help.split()), flags=re.DOTALL)
         default = action.default
+        if isinstance(default, Namespace):
+            default = default.class_path.rpartition(".")[2]
         shown = "" if default in (None, "") else f"`{str(default).lower() if isinstance(default, bool) else default}`"
         yield prefix + action.dest, "" if "<" in shown or "{" in shown else shown, text.replace("|", "\\|").rstrip(".")
 

@@ -417,3 +417,12 @@ def test_an_end_token_that_the_tokenizer_appends_is_dropped(folder):
     policy.tokenizer.backend_tokenizer.post_processor = TemplateProcessing("$A <eos>", special_tokens=[("<eos>", 1)])
     assert policy.tokenizer("12")["input_ids"] == [3, 4, 1]
     assert policy.encode("12") == [3, 4]
+
+
+def test_prompts_encoded_at_once_are_those_encoded_one_by_one(folder, monkeypatch):
+    monkeypatch.setattr("lit_qrl.policy.AT_ONCE", 2)
+    policy = CausalPolicy(str(folder))
+    policy.tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    prompts = ["12", [{"role": "user", "content": "3"}], "4+5=", "", [{"role": "user", "content": "67"}]]
+    assert policy.encode_all(prompts) == [policy.encode(prompt) for prompt in prompts]
+    assert policy.encode_all([]) == []

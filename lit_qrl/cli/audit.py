@@ -384,7 +384,7 @@ def of_model(model: str, dtype: Any, rows: Sequence[str], chat: bool, sizes: Siz
     max_tokens, limit = sizes.max_tokens or 256, sizes.max_prompt_tokens or 512
     denoises = is_denoiser(resolve_model(model, weights=False))
     policy: CausalPolicy = (DiffusionPolicy if denoises else CausalPolicy)(model, dtype=dtype)
-    encoded = [policy.encode([{"role": "user", "content": row}] if chat else row) for row in rows]
+    encoded = policy.encode_all([[{"role": "user", "content": row}] if chat else row for row in rows])
     encoded = [ids for ids in encoded if len(ids) <= limit][: sizes.samples or 32]
     if not encoded:
         raise ConfigError("Every prompt is longer than --max_prompt_tokens.", given=limit)

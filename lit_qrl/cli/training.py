@@ -211,6 +211,7 @@ class QRLCLI(LightningCLI):
                 action="store_true",
                 help="Check everything, print memory by part and the first prompts, and load no weights.",
             )
+        parser.set_defaults({"model.objective": {"class_path": "GRPO"}})
         source, target = "data.micro_batches", "trainer.accumulate_grad_batches"
         parser.link_arguments(source, target, compute_fn=passes_per_step)
 

@@ -56,12 +56,10 @@ def admit(
     if len(rows) == 0:
         remedy = "set data.task.split, which is null for a set that is only evaluated on" if what == "training" else ""
         raise ConfigError(f"The task has no {what} rows.", remedy=f"Check data.task{remedy and f', and {remedy}'}.")
-    problems, most = [], 2 * limit + 256  # so many that a word which is cut short does not matter
-    for row in rows:
-        prompt = task.prompt(row)
-        if not _goes_beyond(prompt, most, policy):
-            ids = policy.encode(prompt, task.tools)
-            problems.append(Problem(row, ids, policy.decode(ids)))
+    most = 2 * limit + 256  # so many that a word which is cut short does not matter
+    within = [(row, prompt) for row in rows if not _goes_beyond(prompt := task.prompt(row), most, policy)]
+    encoded = policy.encode_all([prompt for _, prompt in within], task.tools)
+    problems = [Problem(row, ids, policy.decode(ids)) for (row, _), ids in zip(within, encoded, strict=True)]
     kept = [problem for problem in problems if len(problem.prompt_ids) <= limit]
     dropped = len(rows) - len(kept)
     if dropped and (long_prompt == "error" or not kept):

@@ -51,13 +51,13 @@ def with_special_tokens(
 
 
 def chat_ids(
-    tokenizer: Any, messages: Sequence[dict[str, str]], arguments: Mapping[str, Any], source: str
-) -> list[int]:
-    """Return the token ids of chat messages, up to where the completion begins.
+    tokenizer: Any, conversations: Sequence[Sequence[dict[str, str]]], arguments: Mapping[str, Any], source: str
+) -> list[list[int]]:
+    """Return the token ids of conversations, each up to where its completion begins.
 
     Args:
         tokenizer: with a chat template.
-        messages: with `role` and `content`.
+        conversations: messages with `role` and `content`.
         arguments: further ones of the template, such as `enable_thinking`.
         source: of the tokenizer, for errors.
 
@@ -83,7 +83,11 @@ def chat_ids(
                 remedy=f"Did you mean {close[0]!r}?" if close else "Remove it from model.policy.chat_template_args.",
             )
     return tokenizer.apply_chat_template(
-        list(messages), add_generation_prompt=True, tokenize=True, return_dict=False, **arguments
+        [list(messages) for messages in conversations],
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=False,
+        **arguments,
     )
 
 

@@ -3,6 +3,7 @@
 import logging
 from enum import Enum
 from fnmatch import fnmatchcase
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +59,15 @@ class RunConfig(SaveConfigCallback):
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give the loggers every setting under the key that the command line has for it."""
-        settings = flat(yaml.safe_load(self.parser.dump(self.config)))
         for logger in trainer.loggers:
-            logger.log_hyperparams(settings)
+            logger.log_hyperparams(self._settings)
+
+    @cached_property
+    def _settings(self) -> dict[str, Any]:
+        return flat(yaml.safe_load(self.parser.dump(self.config)))
 
     def _compare(self, own: Path, resumes: bool) -> None:
-        now = flat(yaml.safe_load(self.parser.dump(self.config)))
+        now = self._settings
         checkpoint = self.config.get("ckpt_path")
         former = Path(checkpoint).absolute().parent.parent / CONFIG_FILE if checkpoint else own
         changed = changed_settings(self._read(former), now) if resumes and checkpoint and former.is_file() else []

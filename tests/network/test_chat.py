@@ -4,7 +4,7 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.network.chat import chat_ids
 from tests.networks import build_tokenizer
 
-MESSAGES = [{"role": "user", "content": "12"}]
+MESSAGES = [[{"role": "user", "content": "12"}]]
 # As Qwen3's: an empty block of thought where thinking is switched off, nothing where it is on or not said.
 TEMPLATE = (
     "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
@@ -20,19 +20,17 @@ def tokenizer():
 
 
 def test_thinking_can_be_switched_off(tokenizer):
-    plain = chat_ids(tokenizer, MESSAGES, {}, "x")
+    (plain,) = chat_ids(tokenizer, MESSAGES, {}, "x")
     assert tokenizer.decode(plain).replace(" ", "") == "12="
-    assert chat_ids(tokenizer, MESSAGES, {"enable_thinking": True}, "x") == plain
-    off = chat_ids(tokenizer, MESSAGES, {"enable_thinking": False}, "x")
+    assert chat_ids(tokenizer, MESSAGES, {"enable_thinking": True}, "x") == [plain]
+    (off,) = chat_ids(tokenizer, MESSAGES, {"enable_thinking": False}, "x")
     assert off[:-1] == plain
     assert tokenizer.decode(off[-1:]) == "0"
 
 
 def test_an_argument_of_the_library_s_own_is_passed_on(tokenizer):
-    assert (
-        chat_ids(tokenizer, MESSAGES, {"max_length": 2, "truncation": True}, "x")
-        == chat_ids(tokenizer, MESSAGES, {}, "x")[:2]
-    )
+    (whole,) = chat_ids(tokenizer, MESSAGES, {}, "x")
+    assert chat_ids(tokenizer, MESSAGES, {"max_length": 2, "truncation": True}, "x") == [whole[:2]]
 
 
 @pytest.mark.parametrize(

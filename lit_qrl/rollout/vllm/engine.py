@@ -277,8 +277,9 @@ class VLLMEngine(RolloutEngine):
             if size > 1:
                 self.processes = processes
                 arguments |= {"tensor_parallel_size": size, "distributed_executor_backend": "external_launcher"}
-            apply_all()
-            from vllm import LLM  # pyright: ignore[reportAttributeAccessIssue]
+            with phase("vLLM imported"):
+                apply_all()
+                from vllm import LLM  # pyright: ignore[reportAttributeAccessIssue]
 
             try:
                 with self._watchdog("the start", self.start_timeout), phase("vLLM started"), without_bars():
