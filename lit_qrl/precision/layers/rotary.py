@@ -1,6 +1,7 @@
 """Rotary position embeddings in one kernel for queries and one for keys, where the plain operations take some ten each.
 
-The numbers are those of the plain operations, which do it where the kernel cannot run.
+The kernel computes in fp32 and rounds once, as vLLM does; the plain operations, which do it where it cannot run, round
+each product too.
 """
 
 import sys
