@@ -63,7 +63,10 @@ def test_no_problem_is_trained_on_that_another_task_evaluates(tmp_path, caplog):
 def drawn(tasks, count, weights, state=None):
     data = RolloutDataModule(Mixture(tasks, weights), TransformersEngine(), prompts_per_iteration=4, seed=0)
     config = SimpleNamespace(get_text_config=lambda: SimpleNamespace())
-    policy = SimpleNamespace(encode=lambda text, tools: list(text.encode()), decode=lambda ids: bytes(ids).decode())
+    policy = SimpleNamespace(
+        encode_all=lambda texts, tools: [list(text.encode()) for text in texts],
+        decode=lambda ids: bytes(ids).decode(),
+    )
     policy.config = config
     module = SimpleNamespace(policy=policy, global_rank=0)
     data.trainer = SimpleNamespace(world_size=1, lightning_module=module)
