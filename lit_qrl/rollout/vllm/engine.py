@@ -224,7 +224,8 @@ class VLLMEngine(RolloutEngine):
         check_experts(network, spec.format, spec.exclude)
         if self.batch_invariant:
             invariant.check_model(network, dtype)
-        self.alike = same_kernels.chosen(self.same_kernels, spec, network, dtype, self._arguments)
+        if not self.batch_invariant:  # which has all that, and the head's
+            self.alike = same_kernels.chosen(self.same_kernels, spec, network, dtype, self._arguments)
         if torch.cuda.is_available():
             bits = self.format.bits_per_weight if self.format is not None else 8.0 * dtype.itemsize
             check_device_memory(

@@ -13,8 +13,9 @@ same on both sides, and none depends on what else is in the batch:
 
 What depends on the number of rows is taken out of vLLM by a patch (`rows_alone` of `patches.py`): at most 64 queries of
 a head of keys, and at most 64 rows of an FP8 product, are computed as more would be. Rotary frequencies come from the
-CPU, as transformers has them. Embedding and output head are each side's own: what is left of the mismatch is the head's
-last bits, of which nothing makes steps. `batch_invariant` ends that too, at a price.
+CPU, as transformers has them. Embedding and output head are each side's own, and of the head's last bits nothing makes
+steps. What is left is a handful of tokens in some iterations, by a cause that was not found. `batch_invariant` ends
+that too, at a price.
 """
 
 import logging
