@@ -2,40 +2,18 @@
 
     python benchmarks/exactness.py ops                              # vLLM's kernels alone: does a row depend on others?
     python benchmarks/exactness.py kernels                          # which kernels of both sides give the same bits
-    python benchmarks/exactness.py engine --shape 1.5b --format bf16 --modules      # an engine against the learner
-    python benchmarks/exactness.py engine --shape 1.5b --format fp8_row --off       # the same without the switch
-    python benchmarks/exactness.py all --out FOLDER --jobs "ops" "engine --shape tiny --format bf16 --modules"
-
-Weights are random. `engine` draws completions at batches of 1, 8 and 64, prints tokens/s, and the largest |log-ratio|
-of the learner's whole sequences to what vLLM reported; with `--modules` also which module's output differs first.
 """
 
 import argparse
 import json
 import os
-import subprocess
 import sys
-import time
 import traceback
-from copy import deepcopy
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 4, "num_attention_heads": 16}
-    | {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 2048, "initializer_range": 0.05},
-    "mini": {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 4}
-    | {"num_key_value_heads": 2, "head_dim": 64, "vocab_size": 512, "initializer_range": 0.05},
-    "1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12}
-    | {"num_key_value_heads": 2, "vocab_size": 8192},
-}
-BATCHES = (1, 8, 64)
-PLACES = ("layernorm", "_proj", "_norm", "model.norm", ".attn", "act_fn", "embed_tokens")
-"""How the names of the compared modules end."""
 
 
 def show(kind: str, **figures: Any) -> None:
@@ -193,7 +171,7 @@ def ops(args: argparse.Namespace) -> None:
             same(f"{name}: paged whole", whole, paged(q, [n], [n]))
             pieces = torch.cat([paged(q[s : s + 100], [s + 100], [100]) for s in range(0, n, 100)])
             same(f"{name}: paged pieces", whole, pieces)
-            for batch in BATCHES:
+            for batch in (1, 8, 64):
                 for most in (1, 2):  # the length of a query that FlashAttention is told of
                     groups = [list(range(s, min(s + batch, n))) for s in range(0, n, batch)]
                     drawn = torch.cat([paged(q[g], [i + 1 for i in g], [1] * len(g), most) for g in groups])
@@ -443,281 +421,13 @@ def kernels(args: argparse.Namespace) -> None:
             told(f"attention {heads}/{key_heads} x {d}, {way}", lambda a=learner, b=call: apart(a(), b()))
 
 
-# -------------------------------------------------------------------------------------------------------------- engine
-
-
-def engine(args: argparse.Namespace) -> None:
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
-
-    from lit_qrl import formats
-    from lit_qrl.network.sampler_kernels import adopt, kernels_adopted
-    from lit_qrl.precision import QATAligned
-    from lit_qrl.precision.source import unchanged
-    from lit_qrl.rollout.engine import SamplerSpec
-    from lit_qrl.rollout.vllm.engine import VLLMEngine
-    from lit_qrl.rollout.vllm.requests import by_length
-    from lit_qrl.types import SamplingParams
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    small = args.shape != "1.5b"
-    kind, model = (Qwen3Config, Qwen3ForCausalLM) if small else (Qwen2Config, Qwen2ForCausalLM)
-    torch.manual_seed(0)
-    config = kind(**SHAPES[args.shape], tie_word_embeddings=False, max_position_embeddings=1024)
-    with torch.device(device):
-        network: Any = model(config).to(torch.bfloat16).eval()
-    format = None if args.format == "bf16" else formats.get(args.format)
-    started = time.perf_counter()
-    sampler = VLLMEngine(
-        batch_invariant=not args.off,
-        enforce_eager=args.modules,
-        quick_start=not args.modules,
-        max_num_seqs=64,
-        gpu_memory_utilization=0.2,
-        kv_cache_gib=4.0,
-    )
-    sampling = SamplingParams(max_tokens=args.length, ignore_stop=True)
-    spec = SamplerSpec(sampling=sampling, format=format, prompt_limit=160)
-    sampler.validate(spec)
-    sampler.setup(spec, SimpleNamespace(network=network))
-    learner = deepcopy(network)  # the engine's start gives its kernels to its own policy's
-    stream = [(key, tensor.detach()) for key, tensor in network.named_parameters()]
-    if format is not None:
-        plugin = QATAligned(format)
-        plugin.convert_module(learner)
-        plugin.choice.sampler = args.kernels
-        policy = SimpleNamespace(network=learner, named_weights=learner.named_parameters)
-        stream = list(plugin.source(policy, format).whole(unchanged, torch.bfloat16))
-    sampler.load_weights(iter(stream), format, 0)
-    show("started", seconds=round(time.perf_counter() - started, 1), off=args.off)
-    kernels = None if args.usual else kernels_adopted(network)
-    usual = deepcopy(learner)
-    if kernels is not None:
-        adopt(learner, kernels)
-    generator = torch.Generator().manual_seed(1)
-    for batch in (*BATCHES, *(() if args.modules else (BATCHES[-1],))):
-        lengths = torch.randint(8, 150, (batch,), generator=generator).tolist()
-        prompts = [torch.randint(3, config.vocab_size, (n,), generator=generator).tolist() for n in lengths]
-        taken = Modules(sampler.live) if args.modules and batch > 1 else None
-        begun = time.perf_counter()
-        drawn = sampler.generate(prompts, 1, seed=batch)
-        rate = batch * args.length / (time.perf_counter() - begun)
-        if taken is not None:
-            taken.remove()
-        sequences = [p + list(c.token_ids) for p, c in zip(prompts, drawn, strict=True)]
-        apart, mean, kl, count = 0.0, 0.0, 0.0, 0
-        begun = time.perf_counter()
-        for i, (tokens, completion) in enumerate(zip(sequences, drawn, strict=True)):
-            own = Modules(None, learner) if taken is not None and i < 4 else None
-            scores = score(learner, tokens, lengths[i], kernels, device)
-            if own is not None and taken is not None:
-                own.remove()
-                taken.compare(own, i, by_length(prompts, 1).index(i), batch)
-            ratio = scores - torch.tensor(completion.logprobs)
-            apart, mean = max(apart, float(ratio.abs().max())), mean + float(ratio.abs().sum())
-            kl += float((torch.exp(ratio) - 1 - ratio).sum())
-            count += len(ratio)
-        show(
-            "log_ratio",
-            shape=args.shape,
-            format=args.format,
-            off=args.off,
-            usual=args.usual,
-            kernels=args.kernels,
-            batch=batch,
-            tokens=count,
-            largest=apart,
-            mean=mean / count,
-            kl=kl / count,
-            tokens_per_s=round(rate),
-            score_seconds=round(time.perf_counter() - begun, 2),
-        )
-    # the sampler against itself, and the learner's gradients
-    reported = sampler.score(sequences[:8])
-    for_own = [score(learner, s, 1, kernels, device) for s in sequences[:8]]
-    worst = max(float((a.cpu() - b).abs().max()) for a, b in zip(reported, for_own, strict=True))
-    show("scored", largest=worst)
-    if kernels is not None:
-        gradients(learner, usual, sequences[0], kernels, device)
-    sys.stdout.flush()
-    os._exit(0)
-
-
-def score(learner: Any, tokens: list[int], start: int, kernels: Any, device: str) -> Any:
-    import torch
-
-    from lit_qrl.functional.logprobs import token_logprobs
-    from lit_qrl.network.invariant import batch_invariant
-
-    row = torch.tensor([tokens], device=device)
-    with torch.no_grad(), batch_invariant(kernels is not None, kernels):
-        hidden = learner.model(input_ids=row, use_cache=False).last_hidden_state[:, start - 1 : -1]
-        pick = None if kernels is None else kernels.logprobs
-        return token_logprobs(hidden, learner.lm_head.weight, row[:, start:], pick=pick)[0][0].cpu()
-
-
-def gradients(learner: Any, usual: Any, tokens: list[int], kernels: Any, device: str) -> None:
-    """Compare the gradients of the exact forward pass with those of a copy that computes as usual."""
-    import torch
-
-    from lit_qrl.functional.logprobs import token_logprobs
-    from lit_qrl.network.invariant import batch_invariant
-
-    row, found = torch.tensor([tokens], device=device), []
-    for network, own in ((learner, kernels), (usual, None)):
-        with batch_invariant(own is not None, own):
-            hidden = network.model(input_ids=row, use_cache=False).last_hidden_state[:, :-1]
-            pick = None if own is None else own.logprobs
-            loss = token_logprobs(hidden, network.lm_head.weight, row[:, 1:], pick=pick)[0].sum()
-        found += torch.autograd.grad(loss, network.model.layers[0].self_attn.q_proj.weight)
-    a, b = (one.float().flatten() for one in found)
-    cosine = torch.nn.functional.cosine_similarity(a, b, dim=0)
-    show("gradients", cosine=float(cosine), norm=float(a.norm() / b.norm()))
-
-
-class Modules:
-    """Outputs of modules by place: of a live vLLM model, with the request of each row, or of a learner."""
-
-    def __init__(self, live: Any, learner: Any = None) -> None:
-        self.rows: list[dict[str, Any]] = []
-        self.hooks: list[Any] = []
-        self.live, self.calls = live, 0
-        if live is not None:
-            model = live.model
-            self.hooks.append(model.register_forward_pre_hook(self._begin, with_kwargs=True))
-        else:
-            model = learner
-            self.rows.append({})
-        for name, module in model.named_modules():
-            if name.endswith(PLACES):
-                self.hooks.append(module.register_forward_hook(self._taken(name)))
-                if live is None and name.endswith(("o_proj", "down_proj")):
-                    self.hooks.append(module.register_forward_pre_hook(self._given(name)))
-
-    def _begin(self, module: Any, args: Any, kwargs: Any) -> None:
-        from vllm.forward_context import get_forward_context
-
-        positions = kwargs.get("positions", args[1] if len(args) > 1 else None)
-        found = get_forward_context().attn_metadata
-        one = next(iter(found.values())) if isinstance(found, dict) and found else None
-        begin = None if one is None else one.query_start_loc.tolist()
-        names = list(self.live.runner.input_batch.req_ids)
-        self.rows.append({"": (begin, names, positions.clone())})
-
-    def _taken(self, name: str) -> Any:
-        def hook(module: Any, inputs: Any, output: Any) -> None:
-            out = output[0] if isinstance(output, tuple) else output
-            if out is not None and self.rows:
-                self.rows[-1][name] = out.detach().clone()
-
-        return hook
-
-    def _given(self, name: str) -> Any:
-        place = name.replace("o_proj", "attn").replace("down_proj", "act_fn")
-
-        def hook(module: Any, inputs: Any) -> None:
-            self.rows[-1][place] = inputs[0].detach().clone()
-
-        return hook
-
-    def remove(self) -> None:
-        for hook in self.hooks:
-            hook.remove()
-
-    def compare(self, own: "Modules", index: int, rank: int, batch: int) -> None:
-        """Print, for one sequence, which places differ first in prefilled and in decoded rows.
-
-        Args:
-            own: the learner's.
-            index: of the sequence.
-            rank: its place in the order in which requests were submitted.
-            batch: sequences drawn together.
-        """
-        mine = own.rows[0]
-        request = sorted({name for row in self.rows for name in row[""][1]}, key=number)[rank]
-        found: dict[str, dict[str, dict[str, Any]]] = {"prefill": {}, "decode": {}}
-        for row in self.rows:
-            begin, names, positions = row[""]
-            if begin is None or request not in names:
-                continue
-            i = names.index(request)
-            at = positions[begin[i] : begin[i + 1]]
-            for place, theirs in row.items():
-                other = counterpart(mine, place) if place else None
-                if other is None or theirs.shape[0] < begin[i + 1] or int(at[-1]) >= other.shape[1]:
-                    continue
-                other, part = other[0][at].reshape(len(at), -1), theirs[begin[i] : begin[i + 1]].reshape(len(at), -1)
-                if part.shape != other.shape:
-                    continue
-                entry = found["decode" if len(at) == 1 else "prefill"].setdefault(
-                    place, {"rows": 0, "apart": 0, "largest": 0.0}
-                )
-                entry["rows"] += len(at)
-                entry["apart"] += int((part != other).any(dim=1).sum())
-                entry["largest"] = max(entry["largest"], float((part.float() - other.float()).abs().max()))
-        for phase, entries in found.items():
-            bad = {place: entry for place, entry in entries.items() if entry["apart"]}
-            equal = "all" if not bad else [place for place in entries if place not in bad][:16]
-            first = dict(list(bad.items())[:6])
-            show("modules", batch=batch, sequence=index, phase=phase, places=len(entries), apart=first, equal=equal)
-
-
-def number(name: str) -> int:
-    return int(str(name).split("-")[0])
-
-
-def counterpart(mine: dict[str, Any], place: str) -> Any:
-    """Return the learner's output at a place of vLLM's model; fused ones are put together."""
-    import torch
-
-    if place in mine:
-        return mine[place]
-    for fused, parts in (("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj"))):
-        if place.endswith(fused):
-            names = [place.replace(fused, part) for part in parts]
-            if all(name in mine for name in names):
-                return torch.cat([mine[name] for name in names], dim=-1)
-    return None
-
-
-# ----------------------------------------------------------------------------------------------------------------- all
-
-
-def everything(args: argparse.Namespace) -> None:
-    """Run jobs side by side, each with a log of its own, and print their figures last."""
-    args.out.mkdir(parents=True, exist_ok=True)
-    running = []
-    for number, job in enumerate(args.jobs):
-        log = (args.out / f"{number}_{job.replace(' ', '_').replace('-', '')}.log").open("w")
-        command = ["timeout", "-k", "5", str(args.timeout), sys.executable, __file__, *job.split()]
-        running.append((job, log.name, subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)))
-    for job, name, process in running:
-        code = process.wait()
-        lines = [line for line in Path(name).read_text(errors="replace").splitlines() if line.startswith("EXACT ")]
-        print(f"=== {job}: exit {code}", *lines, sep="\n", flush=True)
-        if code or not lines:
-            print(*Path(name).read_text(errors="replace").splitlines()[-12:], sep="\n", flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     kinds = parser.add_subparsers(dest="command", required=True)
     kinds.add_parser("ops")
     kinds.add_parser("kernels")
-    one = kinds.add_parser("engine")
-    one.add_argument("--shape", choices=SHAPES, default="tiny")
-    one.add_argument("--format", default="bf16")
-    one.add_argument("--modules", action="store_true", help="compare outputs of modules, without CUDA graphs")
-    one.add_argument("--off", action="store_true", help="without batch_invariant, for comparison")
-    one.add_argument("--usual", action="store_true", help="batch-invariant sampler, learner with its usual kernels")
-    one.add_argument("--kernels", choices=("vllm", "torch"), default="vllm", help="of low-bit layers in the learner")
-    one.add_argument("--length", type=int, default=64, help="tokens of each completion")
-    several = kinds.add_parser("all")
-    several.add_argument("--jobs", nargs="+", required=True)
-    several.add_argument("--out", type=Path, required=True)
-    several.add_argument("--timeout", type=int, default=85)
     args = parser.parse_args()
-    {"ops": ops, "kernels": kernels, "engine": engine, "all": everything}[args.command](args)
+    {"ops": ops, "kernels": kernels}[args.command](args)
 
 
 if __name__ == "__main__":

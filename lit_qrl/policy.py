@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat
-from lit_qrl.functional.logprobs import token_logprobs
+from lit_qrl.functional.logprobs import softmax_logprobs, token_logprobs
 from lit_qrl.functional.vocabulary_kl import vocabulary_kl
 from lit_qrl.network.adapters import check_adapter, merged_weights, starts_from_base, with_adapter
 from lit_qrl.network.attention import implementation
@@ -38,12 +38,11 @@ from lit_qrl.network.folder import (
 )
 from lit_qrl.network.head import check_tied, output_head
 from lit_qrl.network.hidden import scored_hidden
-from lit_qrl.network.invariant import batch_invariant
+from lit_qrl.network.invariant import Product, batch_invariant
 from lit_qrl.network.memory import SelectiveRecomputation, compute_again, room_for_logits
 from lit_qrl.network.modes import train_without_dropout
 from lit_qrl.network.padding_free import enable_padding_free, is_padding_free, spread
 from lit_qrl.network.reference import Reference
-from lit_qrl.network.sampler_kernels import kernels_adopted
 from lit_qrl.network.shards import whole
 from lit_qrl.precision.deferred import DeferredWeights, deferred_folder, weights_are_deferred
 from lit_qrl.precision.layers.lora_linear import keep_factors, swap_lora_linears
@@ -102,6 +101,8 @@ class CausalPolicy(Described, nn.Module):
     """As the engine's, which the module passes on."""
     attention: Callable[[Tensor, Tensor, Tensor, float | None], Tensor] | None = None
     """Of the engine that samples, where it is to be the learner's too; None is torch's."""
+    product: Product | None = None
+    """With plain weights, of a batch-invariant engine that has its own; the log-softmax is then its sampler's, too."""
     stop_token_ids: tuple[int, ...]
     """Each ends a completion."""
     ending: str
@@ -492,7 +493,7 @@ class CausalPolicy(Described, nn.Module):
             divergence: also return KL(policy‖reference) over the vocabulary of each position, with gradient.
         """
         asked = batch, temperature, entropy, entropy_gradient, routes, divergence
-        with batch_invariant(self.batch_invariant, kernels_adopted(self.network)):
+        with batch_invariant(self.batch_invariant, self.product):
             return self._in_use(self._scores, *asked)
 
     def _in_use(self, function: Any, *arguments: Any) -> Any:
@@ -520,7 +521,7 @@ class CausalPolicy(Described, nn.Module):
             entropy=entropy,
             entropy_gradient=gradient,
             head_dtype=self.head_dtype,
-            pick=getattr(kernels_adopted(network), "logprobs", None),
+            pick=None if self.product is None else softmax_logprobs,
             held=room_for_logits(hidden, head["weight"]) if self.holds_logits else 0,
             **head,
         )

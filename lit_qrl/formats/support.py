@@ -108,6 +108,7 @@ TABLE: dict[str, FormatSupport] = {
         _FP8,
         own_gemm=gemm.FP8_BLOCKS,
         vllm=("cuda",),
+        vllm_varies=None,  # with the learner's product, as `same_kernels` has it
         vllm_head=False,
         vllm_experts=("cuda",),
         vllm_methods=("W8A8Fp8[block]", "W8A16Fp8[block]", "Fp8LinearMethod[block]"),

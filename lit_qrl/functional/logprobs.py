@@ -69,6 +69,19 @@ def total_memory(index: int | None) -> int:
 Pick = Callable[[Tensor, Tensor], Tensor]
 
 
+def softmax_logprobs(scores: Float[Tensor, "m v"], tokens: Int[Tensor, " m"]) -> Float[Tensor, " m"]:
+    """Return the log-probs of tokens by torch's log-softmax, as vLLM's sampler has them, to the last bit.
+
+    Args:
+        scores: "m v", fp32.
+        tokens: " m", ids in [0, v).
+
+    >>> softmax_logprobs(torch.tensor([[0.0, 1.0]]), torch.tensor([1]))
+    tensor([-0.3133])
+    """
+    return scores.log_softmax(dim=-1).gather(-1, tokens[:, None])[:, 0]
+
+
 def token_logprobs(
     hidden: Float[Tensor, "*n h"],
     weight: Float[Tensor, "v h"],

@@ -9,6 +9,9 @@ the batch is, and every sum over keys runs in blocks that begin at a sequence's 
     s = Q_tile K_blockᵀ · scale, then the running softmax over blocks in the order of the keys:
     m' = max(m, max s);  l' = l e^(m − m') + Σ e^(s − m');  o' = o e^(m − m') + e^(s − m') V_block;  out = o / l
 
+An engine that computes elsewhere, such as vLLM on a GPU, brings one product of its own, `product`, for plain weights;
+everything else of its forward pass is then the learner's already, fused kernels too.
+
 A key that a query may not see adds exactly 0. On a CPU even e^x has other last bits where it is computed for one number
 instead of a vector of them, which happens at the end of a tensor and where threads divide it; so functions of single
 numbers are computed in pieces of whole vectors. Backward passes are the usual ones, in one product each.
@@ -25,7 +28,9 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.network.sampler_kernels import SamplerKernels, functions_of, linear_by, unknown
+
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""From rows "m in", a weight "out in" and a bias or None to "m out", of which no row depends on the others."""
 
 ROWS = 64
 """Rows of every matrix product with a weight."""
@@ -35,6 +40,45 @@ PIECE, VECTOR = 2**14, 128
 """Numbers of which a function is computed at once on a CPU: few enough for one thread, and whole vectors of them."""
 CHECKED_LENGTH = KEYS + 9
 """Tokens of the sequences that `check_invariant` computes: more than one block of keys."""
+
+
+class _Linear(torch.autograd.Function):
+    """A product with a weight by a kernel for rows; backward the usual products."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kernel: Product) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.biased = bias is not None
+        with torch._C.DisableTorchFunction():
+            out = kernel(x.reshape(-1, x.shape[-1]), weight, bias)
+        return out.view(*x.shape[:-1], len(weight))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
+        x, weight = ctx.saved_tensors
+        grad = grads[0].reshape(-1, len(weight))
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        return (
+            (grad @ weight).view(x.shape) if wants_x else None,
+            grad.t() @ x.reshape(-1, x.shape[-1]) if wants_weight else None,
+            grad.sum(dim=0) if ctx.biased and wants_bias else None,
+            None,
+        )
+
+
+def linear_by(kernel: Product, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return `kernel(rows, weight, bias)` of the rows of `x`, "... in" -> "... out", with the usual gradients."""
+    return _Linear.apply(x, weight, bias, kernel)  # pyright: ignore[reportReturnType]
+
+
+def unknown(what: str) -> ConfigError:
+    """Return the error for an operation that is not batch-invariant here."""
+    return ConfigError(
+        f"This model computes {what}, of which there is no batch-invariant kernel here.",
+        expected="linear layers and scaled dot-product attention",
+        remedy="Set data.engine.batch_invariant to false, or model.policy.attn_implementation to sdpa.",
+    )
 
 
 def invariant_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -267,19 +311,38 @@ KERNELS: Mapping[Any, Callable[..., Tensor]] = {
 """Functions of torch, and what takes their place."""
 
 
+def products_by(product: Product) -> Mapping[Any, Callable[..., Tensor]]:
+    """Return what takes the place of torch's products with weights where an engine's own is called."""
+
+    def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return linear_by(product, input, weight, bias)
+
+    def matmul(input: Tensor, other: Tensor) -> Tensor:
+        if other.ndim != 2 or input.ndim < 2:  # such as the angles of positions
+            return torch.matmul(input, other)
+        return linear_by(product, input, other.t(), None)
+
+    def addmm(input: Tensor, mat1: Tensor, mat2: Tensor) -> Tensor:
+        return linear_by(product, mat1, mat2.t(), input)
+
+    matrices = dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm), matmul)
+    return {F.linear: linear, torch.addmm: addmm, **matrices}
+
+
 class BatchInvariant(TorchFunctionMode):
     """While it is entered, products with weights and attention are invariant ones.
 
     Args:
         kernels: what takes the place of torch's functions.
+        fused: whether the learner's fused kernels stay, which are the engine's too.
     """
 
     entered: list["BatchInvariant"] = []
     """The modes that are entered now."""
 
-    def __init__(self, kernels: Mapping[Any, Callable[..., Tensor]] = KERNELS) -> None:
+    def __init__(self, kernels: Mapping[Any, Callable[..., Tensor]] = KERNELS, fused: bool = False) -> None:
         super().__init__()
-        self.kernels = kernels
+        self.kernels, self.fused = kernels, fused
 
     def __enter__(self) -> "BatchInvariant":
         """Begin."""
@@ -298,22 +361,29 @@ class BatchInvariant(TorchFunctionMode):
         return self.kernels.get(func, func)(*args, **(kwargs or {}))
 
 
-def batch_invariant(enabled: bool, sampler: SamplerKernels | None = None) -> AbstractContextManager[object]:
+def batch_invariant(enabled: bool, product: Product | None = None) -> AbstractContextManager[object]:
     """Return a context in which forward passes are batch-invariant, where that is asked for.
 
     Args:
         enabled: False leaves them as they are.
-        sampler: the engine's own kernels, in place of this module's.
+        product: the engine's own, where all else is the learner's; None takes this module's kernels.
     """
     if not enabled:
         return nullcontext()
-    return BatchInvariant(KERNELS if sampler is None else functions_of(sampler))
+    return BatchInvariant() if product is None else BatchInvariant(products_by(product), fused=True)
+
+
+def one_by_one() -> bool:
+    """Return whether operations must be those of the plain modules now, since a sampler computes them so."""
+    return bool(BatchInvariant.entered) and not BatchInvariant.entered[-1].fused
 
 
 def as_entered() -> AbstractContextManager[object]:
     """Return the context in which a layer is computed again as it is computed now."""
-    entered = BatchInvariant.entered
-    return BatchInvariant(entered[-1].kernels) if entered else nullcontext()
+    if not BatchInvariant.entered:
+        return nullcontext()
+    mode = BatchInvariant.entered[-1]
+    return BatchInvariant(mode.kernels, mode.fused)
 
 
 @torch.no_grad()

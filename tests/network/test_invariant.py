@@ -19,6 +19,7 @@ from lit_qrl.network.invariant import (
     check_invariant,
     invariant_attention,
     invariant_linear,
+    one_by_one,
 )
 
 
@@ -97,6 +98,40 @@ def test_the_mode_replaces_products_and_nothing_stays_behind():
     assert not isinstance(as_entered(), BatchInvariant)
     with batch_invariant(False):
         assert torch.equal(x @ weight.T, F.linear(x, weight))
+
+
+def test_an_engines_product_takes_the_place_of_every_product_with_a_weight_and_of_nothing_else():
+    def product(x, weight, bias):
+        asked.append(len(x))
+        out = x @ weight.t()
+        return out if bias is None else out + bias
+
+    asked = []
+    x, weight, bias = (torch.randn(one, requires_grad=True) for one in ((2, 3, 8), (5, 8), (5,)))
+    rows = x.flatten(0, 1)
+    calls = (
+        lambda: F.linear(x, weight, bias),
+        lambda: x @ weight.t(),
+        lambda: torch.mm(rows, weight.t()),
+        lambda: torch.addmm(bias, rows, weight.t()),
+    )
+    for call in calls:
+        expected = call()
+        wanted = torch.autograd.grad(expected.square().sum(), (x, weight))
+        with batch_invariant(True, product):
+            assert not one_by_one()  # fused kernels stay: they are the engine's too
+            found = call()
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(torch.autograd.grad(found.square().sum(), (x, weight)), wanted)
+    assert asked == [6, 6, 6, 6]
+    with batch_invariant(True, product):
+        assert (x @ x.transpose(1, 2)).shape == (2, 3, 3)
+        again = as_entered()
+    with again:
+        F.linear(x, weight)
+    assert asked == [6, 6, 6, 6, 6]
+    with batch_invariant(True):
+        assert one_by_one()
 
 
 def test_products_of_two_activations_and_dropout_are_refused():

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.kernels import dispatch, gemm
 from lit_qrl.functional._gradients import added, weight_gradients
-from lit_qrl.network.invariant import BatchInvariant
-from lit_qrl.network.structure import FINAL_NORM, GATED_MLP, NORM_READERS, RMS_NORMS, SILU
+from lit_qrl.network.invariant import one_by_one
+from lit_qrl.network.structure import FINAL_NORM, GATED_MLP, HEAD_NORMS, NORM_READERS, RMS_NORMS, SILU
 from lit_qrl.precision.layers.joined_linear import JoinedLinear, keep_recipe
 from lit_qrl.precision.layers.rotary import rotate_in_one_pass
 
@@ -99,7 +99,7 @@ class OnePassRMSNorm(nn.Module):
         """Return `weight · h / sqrt(mean h² + ε)` of h = residual + x, and with `both` h too: "... k" -> "... k"."""
         others = (self.weight,) if residual is None else (self.weight, residual)
         # the kernel sums in another order than the module of a sampler that is to give the same bits
-        if BatchInvariant.entered or not _in_one_pass("norm", self.codes, x, *others):
+        if one_by_one() or not _in_one_pass("norm", self.codes, x, *others):
             h = x if residual is None else residual + x
             wide = h.float()
             y = self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)).to(
@@ -202,7 +202,7 @@ class OnePassGatedMLP(nn.Module):
         down = self.down_proj
         if self.codes or not torch.is_grad_enabled() or type(down) not in (nn.Linear, JoinedLinear):
             return False
-        if down.bias is not None or isinstance(down.weight, DTensor) or BatchInvariant.entered:
+        if down.bias is not None or isinstance(down.weight, DTensor) or one_by_one():
             return False
         if down._forward_hooks or down._forward_pre_hooks or down._backward_hooks or down._backward_pre_hooks:
             return False
@@ -278,7 +278,8 @@ def take_one_pass(network: nn.Module, choice: Fuse = "auto") -> list[str]:
     for name, part in list(network.named_modules()):
         for child, inner in list(part.named_children()):
             there = isinstance(inner, OnePassRMSNorm | OnePassGatedMLP)
-            if child in (*NORM_READERS, FINAL_NORM, "mlp") and not there and _takes_one_pass(part, child, False, False):
+            known = child in (*NORM_READERS, *HEAD_NORMS, FINAL_NORM, "mlp")
+            if known and not there and _takes_one_pass(part, child, False, False):
                 names.append(f"{name}.{child}" if name else child)
     log.debug("%d norms and MLPs take one kernel: %s.", len(names), ", ".join(names[:3]) or "none is known")
     return names

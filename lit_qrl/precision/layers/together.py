@@ -10,7 +10,7 @@ from typing_extensions import override
 from lit_qrl.formats.base import QuantizedWeight
 from lit_qrl.formats.kernels import dispatch
 from lit_qrl.formats.scaled import Scaled
-from lit_qrl.network.invariant import BatchInvariant
+from lit_qrl.network.invariant import one_by_one
 from lit_qrl.network.linears import fused_groups
 from lit_qrl.network.structure import PLAIN_ATTENTION
 from lit_qrl.precision.layers.low_bit import LowBitCodes, LowBitLinear
@@ -47,7 +47,7 @@ class Together:
     def takes(self, x: Tensor) -> bool:
         """Return whether inputs are multiplied by all layers at once."""
         # bits that must not depend on the batch are those of each layer's own product
-        return not (torch.compiler.is_compiling() or x.is_inference() or BatchInvariant.entered)
+        return not (torch.compiler.is_compiling() or x.is_inference() or one_by_one())
 
     def compute(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Sequence[Tensor]:
         """Return the output of each layer, with gradients."""

@@ -1,8 +1,7 @@
-"""The kernels of vLLM's batch-invariant mode for a dense decoder, as the learner calls them.
+"""What the learner computes by vLLM's kernels, so that no bit depends on the rows or tokens beside it.
 
-They are those that an engine with `VLLM_BATCH_INVARIANT=1` computes with on a GPU of compute capability 9.0: a
-persistent Triton GEMM for plain weights, FlashAttention 3 with one split of the keys, vLLM's own operators for rotation
-and the gated activation, the learner's norm, and the log-softmax of its sampler. vLLM is imported in functions only.
+FlashAttention 3 with the keys in one piece, and a persistent Triton GEMM for plain weights. They are those of vLLM 0.26
+on a GPU of compute capability 9.0; vLLM is imported in functions only.
 """
 
 from typing import Any
@@ -78,57 +77,8 @@ def flash_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | No
     return _FlashAttention.apply(query, key, value, factor, version)  # pyright: ignore[reportReturnType]
 
 
-class VLLMKernels:
-    """The kernels of one engine.
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return `x @ weight.T + bias`, "m in" -> "m out", by vLLM's Triton GEMM, which adds in one order for any m."""
+    from vllm.model_executor.layers.batch_invariant import linear_batch_invariant
 
-    Args:
-        cosines: "positions d", cosines and then sines of each position's angles, as the engine made them.
-        flash_version: of FlashAttention.
-    """
-
-    name = "vLLM"
-
-    def __init__(self, cosines: Tensor, flash_version: int = 3) -> None:
-        self.cosines, self.flash_version = cosines, flash_version
-
-    def __deepcopy__(self, memo: Any) -> "VLLMKernels":
-        return self
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return `x @ weight.T + bias`, "m in" -> "m out"."""
-        from vllm.model_executor.layers.batch_invariant import linear_batch_invariant
-
-        return linear_batch_invariant(x, weight, bias)
-
-    def attention(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Return causal attention "b n heads d"."""
-        return flash_attention(query, key, value, scale, self.flash_version)
-
-    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Return x / √(mean x² + eps) · weight."""
-        from lit_qrl.formats.kernels import norm_triton
-
-        return norm_triton.norm(x.reshape(-1, x.shape[-1]), weight, eps)[1].view(x.shape)
-
-    def rotate(self, query: Tensor, key: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return queries and keys "m heads d" rotated by their positions " m"."""
-        from vllm import _custom_ops as ops
-
-        q, k = (one.flatten(1).clone(memory_format=torch.contiguous_format) for one in (query, key))
-        ops.rotary_embedding(positions.contiguous(), q, k, query.shape[-1], self.cosines, True)
-        return q.view(query.shape), k.view(key.shape)
-
-    def gate(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Return silu(gate) · up."""
-        import vllm._custom_ops  # noqa: F401  registers the operator
-
-        both = torch.cat((gate, up), dim=-1)
-        out = torch.empty_like(gate, memory_format=torch.contiguous_format)
-        torch.ops._C.silu_and_mul(out, both)
-        return out
-
-    def logprobs(self, scores: Tensor, tokens: Tensor) -> Tensor:
-        """Return the log-probs " m" of tokens under fp32 scores "m v"."""
-        from vllm.model_executor.layers.batch_invariant import log_softmax
-
-        return log_softmax(scores).gather(-1, tokens[:, None])[:, 0]
+    return linear_batch_invariant(x, weight, bias)

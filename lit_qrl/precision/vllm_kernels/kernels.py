@@ -19,6 +19,7 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.formats import FP8Row, Int4Group, NumberFormat
 from lit_qrl.formats.base import QuantizedWeight
 from lit_qrl.formats.kernels import dispatch
+from lit_qrl.formats.scaled import Scaled
 
 log = logging.getLogger(__name__)
 
@@ -220,7 +221,8 @@ class KernelChoice:
             return None
         found = choose(self.format, shape, x.dtype, x.device)
         told = found if isinstance(found, str) else found.vllm_name
-        if isinstance(found, str) and self.exact:
+        own = isinstance(self.format, Scaled) and self.format.has_gemm(x.device, shape)  # the sampler takes it, too
+        if isinstance(found, str) and self.exact and not own:
             raise ConfigError(
                 f"The learner cannot multiply {name} {shape} by the sampler's kernel: {found}.",
                 expected="the same kernel on both sides, as data.engine.batch_invariant asks for",

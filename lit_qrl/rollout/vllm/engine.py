@@ -19,10 +19,9 @@ from lit_qrl.formats import support
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.network.experts import expert_stacks, unstacked
 from lit_qrl.network.linears import quantizable_linears
-from lit_qrl.network.sampler_kernels import adopt
 from lit_qrl.network.structure import check_tokens
 from lit_qrl.precision.vllm_kernels.borrowed import TILE_IN, TILE_OUT, MarlinNVFP4
-from lit_qrl.precision.vllm_kernels.exact import flash_attention
+from lit_qrl.precision.vllm_kernels.exact import flash_attention, product
 from lit_qrl.receipts.clock import gc_pause
 from lit_qrl.receipts.ledger import PublishError, PublishReport, ReceivedLedger
 from lit_qrl.rollout.engine import (
@@ -35,7 +34,7 @@ from lit_qrl.rollout.engine import (
     SamplerSpec,
     Turn,
 )
-from lit_qrl.rollout.vllm import folder, invariant, parallel, requests, same_kernels
+from lit_qrl.rollout.vllm import folder, parallel, requests, same_kernels
 from lit_qrl.rollout.vllm.adapter import check_adapter
 from lit_qrl.rollout.vllm.arguments import llm_arguments
 from lit_qrl.rollout.vllm.checks import (
@@ -105,8 +104,9 @@ class VLLMEngine(RolloutEngine):
             interrupted; native code that cannot be interrupted ends the process with status 75.
         start_timeout: the same for the engine's start, which may compile.
         seed: of the engine's own generators.
-        batch_invariant: vLLM's batch-invariant mode, and a learner whose forward pass calls the same kernels: their
-            log-probs are equal to the last bit. For dense decoders on one GPU of compute capability 9.0.
+        batch_invariant: `same_kernels`, and plain products, the output head's too, by one kernel on both sides, so that
+            log-probs of learner and sampler are equal to the last bit: bf16, fp8_row and fp8_block of dense decoders on
+            one GPU of compute capability 9.0.
         same_kernels: compute each operation of a layer as the learner does, so that an aligned format which quantizes
             activations rounds the same numbers on both sides. For a GPU of compute capability 9.0, without
             compilation; `auto` does so for such a format where it was seen to hold, and `true` asks for the GPU alone.
@@ -154,9 +154,9 @@ class VLLMEngine(RolloutEngine):
         self.request_seeds = request_seeds
         self.step_timeout, self.start_timeout = step_timeout, start_timeout
         self.gpu_memory_utilization, self.kv_cache_gib = gpu_memory_utilization, kv_cache_gib
-        self.batch_invariant = invariant.asked_for(batch_invariant)
+        self.batch_invariant = batch_invariant
         self.same_kernels: bool | Literal["auto"] = same_kernels
-        self.quick_start: bool | Literal["auto"] = batch_invariant or quick_start
+        self.quick_start: bool | Literal["auto"] = quick_start
         self.tensor_parallel_size, self.draws_together = tensor_parallel_size, tensor_parallel_size > 1
         self.processes: Any = None  # of this engine, joined; None where it is one
         self._arguments: dict[str, Any] = {
@@ -198,7 +198,7 @@ class VLLMEngine(RolloutEngine):
         check_operators(spec.format)
         check_unverified(self._arguments)
         if self.batch_invariant:
-            invariant.check(spec.format, self._arguments, self.max_lora_rank)
+            same_kernels.check_exact(spec.format, self._arguments, self.max_lora_rank)
         if self.same_kernels is True:
             same_kernels.check(self._arguments)
 
@@ -208,7 +208,7 @@ class VLLMEngine(RolloutEngine):
         check_experts(network, self.spec.format, self.spec.exclude)
         parallel.check_model(network, self.tensor_parallel_size, self.spec.format)
         if self.batch_invariant:
-            invariant.check_model(network)
+            same_kernels.check_decoder(network)
 
     def check_routes(self, user: str) -> None:
         """Raise `ConfigError` where the installed vLLM does not say which experts its tokens took."""
@@ -223,9 +223,9 @@ class VLLMEngine(RolloutEngine):
         check_model(network, dtype)
         check_experts(network, spec.format, spec.exclude)
         if self.batch_invariant:
-            invariant.check_model(network, dtype)
-        if not self.batch_invariant:  # which has all that, and the head's
-            self.alike = same_kernels.chosen(self.same_kernels, spec, network, dtype, self._arguments)
+            same_kernels.check_learner(network, dtype)
+        asked = self.batch_invariant or self.same_kernels
+        self.alike = same_kernels.chosen(asked, spec, network, dtype, self._arguments)
         if torch.cuda.is_available():
             bits = self.format.bits_per_weight if self.format is not None else 8.0 * dtype.itemsize
             check_device_memory(
@@ -254,10 +254,10 @@ class VLLMEngine(RolloutEngine):
         self._started = True
         live: LiveModel = self.llm.collective_rpc("connect", args=(self.policy.network, self.draws_together))[0]
         self.live = live
-        if self.batch_invariant:
-            adopt(self.policy.network, invariant.kernels(live.model, self.plain_dtype))
-        elif self.alike:
+        if self.alike:
             self.policy.attention = flash_attention
+        if self.batch_invariant:
+            self.policy.product = product
         if self.routed is not None and not torch.cuda.is_available():
             from lit_qrl_vllm_fast.routes import record
 
@@ -267,14 +267,13 @@ class VLLMEngine(RolloutEngine):
         check_groups(format, live.holders(quantizable_linears(self.policy.network, self.spec.exclude)))
 
     def _build(self, format: NumberFormat | None, policy: EnginePolicy, dtype: torch.dtype) -> None:
-        prepare_environment(self.deep_gemm, self.kv_cache_gib, self.spec.kept)
+        prepare_environment(self.deep_gemm, self.kv_cache_gib, self.spec.kept or self.batch_invariant)
         longest, layers = self.longest(), (self.spec.exclude, self.spec.quantize_head)
         self._folder = folder.model_folder(policy.network, format, *layers, dtype, longest)
         arguments = self.arguments(self._folder, dtype, longest)
         size = self.tensor_parallel_size
-        alike = same_kernels.built(self.alike or self.batch_invariant)
-        left_alone = invariant.learner_left_alone(self.batch_invariant)
-        with kept_process_state(), own_world(size) as processes, left_alone, alike:
+        alike = same_kernels.built(self.alike, self.batch_invariant)
+        with kept_process_state(), own_world(size) as processes, alike:
             if size > 1:
                 self.processes = processes
                 arguments |= {"tensor_parallel_size": size, "distributed_executor_backend": "external_launcher"}

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.kernels.gemm import MANY
+from lit_qrl.precision.vllm_kernels import exact
 from lit_qrl.rollout.vllm import installation, same_kernels
 
 ALL = -1
@@ -233,6 +234,17 @@ def of_many_rows(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return multiply
 
 
+def in_one_order(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return the product of a plain layer, by a kernel that adds in one order for any rows under `batch_invariant`."""
+
+    def apply(self: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        if not same_kernels.exact():
+            return original(self, layer, x, bias)
+        return exact.product(x, layer.weight, bias)
+
+    return apply
+
+
 @torch.no_grad()
 def fill(param: Tensor, *args: Any, **named: Any) -> None:
     """Fill a parameter before the first publish, integers with zeros.
@@ -355,6 +367,7 @@ def without_adapter(original: Any) -> Any:
     return finish
 
 
+_LAYERS = "vllm.model_executor.layers"
 _EXPERTS = "vllm.model_executor.layers.fused_moe.config:FusedMoEConfig"
 _FLASH = "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadata"
 _UTILS = "vllm.model_executor.layers.quantization.utils.marlin_utils"
@@ -366,7 +379,12 @@ PATCHES = (
         "as multiprocessors are free, and in other tiles for at most 64 queries; CUTLASS multiplies at most 64 rows of "
         "FP8 as the transposed product, and applies their scales in another order",
         "same_kernels: true has a KL of 4e-3 to the learner, or of 1e-4 once at most 64 sequences are left",
-        {f"{_FLASH}Builder.build": in_one_piece, "vllm._custom_ops:cutlass_scaled_mm": of_many_rows},
+        {
+            f"{_FLASH}Builder.build": in_one_piece,
+            "vllm._custom_ops:cutlass_scaled_mm": of_many_rows,
+            f"{_LAYERS}.linear:UnquantizedLinearMethod.apply": in_one_order,
+            f"{_LAYERS}.vocab_parallel_embedding:UnquantizedEmbeddingMethod.apply": in_one_order,
+        },
         [f"{_FLASH}.max_num_splits", f"{_FLASH}.scheduler_metadata", f"{_FLASH}.max_query_len"],
         device="cuda",
     ),

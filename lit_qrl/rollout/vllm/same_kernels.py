@@ -14,8 +14,10 @@ same on both sides, and none depends on what else is in the batch:
 What depends on the number of rows is taken out of vLLM by a patch (`rows_alone` of `patches.py`): at most 64 queries of
 a head of keys, and at most 64 rows of an FP8 product, are computed as more would be. Rotary frequencies come from the
 CPU, as transformers has them. Embedding and output head are each side's own, and of the head's last bits nothing makes
-steps. What is left is a handful of tokens in some iterations, by a cause that was not found. `batch_invariant` ends
-that too, at a price.
+steps.
+
+`batch_invariant` adds what is left, so that every ratio is 1: products with plain weights, the head's too, are made by
+one Triton GEMM on both sides, and log-probs in the learner by the log-softmax of vLLM's sampler, which is torch's.
 """
 
 import logging
@@ -28,9 +30,11 @@ import torch
 from torch import Tensor
 
 from lit_qrl.errors import ConfigError
+from lit_qrl.formats import support
 from lit_qrl.rollout.vllm.installation import installed_version
 
 if TYPE_CHECKING:
+    from lit_qrl.formats.base import NumberFormat
     from lit_qrl.rollout.engine import SamplerSpec
 
 log = logging.getLogger(__name__)
@@ -39,13 +43,28 @@ HEAD_DIMENSIONS = (64, 96, 128, 256)
 """For which FlashAttention 3 was seen to give a token the same bits in a whole sequence and alone."""
 COMPARED = (0, 26)
 """The version of vLLM that was looked at so."""
-_active = False
+KNOWN = ("llama", "qwen2", "qwen3")
+"""Model types whose operations are those of the table."""
+ARGUMENTS: Mapping[str, tuple[Any, ...]] = {
+    "attention_backend": ("FLASH_ATTN",),
+    "compilation_config": ({"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},),
+    "quantization": (),
+    "hf_overrides": (),
+}
+"""Arguments of `vllm.LLM` that choose other kernels, and the values that do not."""
+_active = _exact = False
 REMEDY = "Set data.engine.same_kernels to false."
+REMEDY_EXACT = "Set data.engine.batch_invariant to false, or use TransformersEngine."
 
 
 def active() -> bool:
     """Return whether the engine of this process computes as the learner does."""
     return _active
+
+
+def exact() -> bool:
+    """Return whether it multiplies plain weights as the learner does, too."""
+    return _exact
 
 
 def check(arguments: Mapping[str, Any]) -> None:
@@ -55,17 +74,115 @@ def check(arguments: Mapping[str, Any]) -> None:
         arguments: of `vllm.LLM`.
     """
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-    for fits, what, expected, given in (
-        (capability == (9, 0), "This host's GPU", "compute capability 9.0", capability or "no GPU"),
-        (arguments.get("attention_backend") in (None, "FLASH_ATTN"), "The attention of engine_args", "FLASH_ATTN",
-         arguments.get("attention_backend")),
-    ):  # fmt: skip
-        if not fits:
+    if capability != (9, 0):
+        raise ConfigError(
+            "This host's GPU has not the kernels by which learner and sampler compute alike.",
+            expected="compute capability 9.0",
+            given=capability or "no GPU",
+            remedy="Set data.engine.same_kernels and batch_invariant to false.",
+        )
+    for name, values in ARGUMENTS.items():
+        if arguments.get(name) is not None and arguments[name] not in values:
             raise ConfigError(
-                f"{what} has not the kernels by which learner and sampler compute alike.",
-                expected=expected,
-                given=given,
-                remedy=REMEDY,
+                "An argument of data.engine.engine_args chooses other kernels than the learner's.",
+                expected=f"{name} left out",
+                given=f"{name}: {arguments[name]}",
+                remedy="Leave it out, or set data.engine.same_kernels and batch_invariant to false.",
+            )
+
+
+def check_exact(format: "NumberFormat | None", arguments: Mapping[str, Any], adapters: int) -> None:
+    """Raise `ConfigError` where `batch_invariant` cannot be had.
+
+    Args:
+        format: of the sampler's layers; None where they are plain.
+        arguments: of `vllm.LLM`.
+        adapters: the largest rank of adapters published apart from their base; 0 for none.
+    """
+    check(arguments)
+    found = installed_version()
+    version = found[0] if found is not None else (0, 0, 0)
+    if version[:2] != COMPARED:
+        raise ConfigError(
+            "The kernels of learner and sampler were not seen to be equal in the installed vLLM.",
+            expected="vLLM {}.{}".format(*COMPARED),
+            given=".".join(map(str, version)),
+            remedy=REMEDY_EXACT,
+        )
+    varies = None if format is None else support.row_of(format).vllm_varies
+    if format is not None and varies is not None:
+        known = support.names_where(lambda row: "cuda" in row.vllm and row.vllm_varies is None)
+        raise ConfigError(
+            f"{varies}, by which vLLM multiplies {format.name} on a GPU, adds in an order that depends on the batch.",
+            expected=f"publisher.format: {', '.join(known)}",
+            given=format.name,
+            remedy="Choose one of them, or set data.engine.batch_invariant to false.",
+        )
+    if adapters:
+        raise ConfigError(
+            "vLLM's kernels for adapters are not those of the learner.",
+            expected="data.engine.max_lora_rank: 0",
+            given=adapters,
+            remedy=REMEDY_EXACT,
+        )
+
+
+def check_decoder(network: Any) -> None:
+    """Raise `ConfigError` for a model that computes otherwise in vLLM than by the operations of the table."""
+    text = network.config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ("full_attention",))
+    scaled = (getattr(text, "rope_parameters", None) or {}).get("rope_type", "default")
+    dimensions = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    for unknown, what in (
+        (text.model_type not in KNOWN, f"model_type {text.model_type}"),
+        (kinds != {"full_attention"}, f"layers of {', '.join(sorted(kinds))}"),
+        (getattr(text, "hidden_act", "silu") != "silu", f"hidden_act {getattr(text, 'hidden_act', None)}"),
+        (scaled != "default", f"rope_type {scaled}"),
+        (bool(getattr(text, "mlp_bias", False)), "mlp_bias"),
+        (dimensions not in HEAD_DIMENSIONS, f"heads of {dimensions} dimensions"),
+        (text.model_type == "qwen3" and dimensions % 128 != 0, f"norms over {dimensions} dimensions"),
+    ):
+        if unknown:
+            raise ConfigError(
+                "This model was not seen to compute alike in vLLM and in the learner.",
+                expected=f"a dense decoder ({', '.join(KNOWN)}) with full attention, plain rotary positions, silu, and "
+                f"heads of {', '.join(map(str, HEAD_DIMENSIONS))} dimensions",
+                given=what,
+                remedy=REMEDY_EXACT,
+            )
+
+
+def check_learner(network: Any, dtype: torch.dtype) -> None:
+    """Raise `ConfigError` for a learner that computes otherwise than by the operations of the table.
+
+    Args:
+        network: the learner's model.
+        dtype: of the sampler's activations.
+    """
+    from lit_qrl.network.padding_free import is_padding_free  # these bring transformers
+    from lit_qrl.precision.layers.one_pass import OnePassRMSNorm
+
+    own = next(network.parameters()).dtype
+    for differs, expected, given in (
+        (
+            own != dtype or dtype not in (torch.bfloat16, torch.float16),
+            "model.policy.dtype and data.engine.dtype: both bf16, or both fp16",
+            f"{own} and {dtype}".replace("torch.", ""),
+        ),
+        (
+            not is_padding_free(network),
+            "model.policy.packing: auto, and attn_implementation: sdpa",
+            "a learner whose attention is not the padding-free one",
+        ),
+        (
+            not any(isinstance(part, OnePassRMSNorm) for part in network.modules()),
+            "model.policy.fuse: auto",
+            "a learner whose norms are not fused",
+        ),
+    ):
+        if differs:
+            raise ConfigError(
+                "Learner and sampler would not compute alike.", expected=expected, given=given, remedy=REMEDY_EXACT
             )
 
 
@@ -114,36 +231,20 @@ def chosen(
 
 
 def _obstacle(network: Any, dtype: torch.dtype, arguments: Mapping[str, Any]) -> str | None:
-    from lit_qrl.network.padding_free import is_padding_free  # these bring transformers
-    from lit_qrl.network.sampler_kernels import check_decoder
-    from lit_qrl.precision.layers.one_pass import OnePassRMSNorm
-
-    config = network.config.get_text_config()
-    dimensions = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    own = next(network.parameters()).dtype
     try:
         check(arguments)
-        check_decoder(config, "vLLM")
+        check_decoder(network)
+        check_learner(network, dtype)
     except ConfigError as error:
         return f"{error.what.rstrip('.')} ({error.given})"
-    if dimensions not in HEAD_DIMENSIONS:
-        return f"heads of {dimensions} dimensions were not compared (but {', '.join(map(str, HEAD_DIMENSIONS))})"
-    if own != dtype or dtype not in (torch.bfloat16, torch.float16):
-        return f"the learner's weights are {own}, the sampler's {dtype}, not both of one 16-bit kind".replace(
-            "torch.", ""
-        )
-    if not is_padding_free(network):
-        return "the learner's attention is not the padding-free one (model.policy: packing, attn_implementation)"
-    if not any(isinstance(part, OnePassRMSNorm) for part in network.modules()):
-        return "the learner's norms are not fused (model.policy.fuse)"
     return None
 
 
 @contextmanager
-def built(enabled: bool) -> Iterator[None]:
-    """Give the engine that is built inside the learner's norms, and attention in one piece, where it is `enabled`."""
-    global _active
-    _active = enabled
+def built(enabled: bool, exact: bool = False) -> Iterator[None]:
+    """Give the engine that is built inside the learner's kernels, where it is `enabled`; with `exact` all of them."""
+    global _active, _exact
+    _active, _exact = enabled, exact
     if not enabled:
         yield
         return

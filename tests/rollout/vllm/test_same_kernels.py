@@ -5,12 +5,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.nn import functional as F
+from transformers import GPT2Config, LlamaConfig, Qwen3Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.formats import FP8Row, Int4Group
+from lit_qrl.formats import NVFP4, FP8Block, FP8Row, Int4Group, Int8Channel
 from lit_qrl.network.padding_free import ATTENTION
+from lit_qrl.network.structure import outline
 from lit_qrl.precision.layers.one_pass import OnePassRMSNorm
+from lit_qrl.precision.vllm_kernels import exact
 from lit_qrl.rollout.engine import SamplerSpec
 from lit_qrl.rollout.vllm import patches, same_kernels
 from lit_qrl.rollout.vllm.engine import VLLMEngine
@@ -20,6 +23,16 @@ from tests.triton_interpreter import run_interpreted
 @pytest.fixture(autouse=True)
 def inactive(monkeypatch):
     monkeypatch.setattr(same_kernels, "_active", False)
+    monkeypatch.setattr(same_kernels, "_exact", False)
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """A host with the GPU and the vLLM whose kernels were compared."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(same_kernels, "installed_version", lambda: ((0, 26, 0), False))
+    return monkeypatch
 
 
 @pytest.mark.vllm
@@ -70,7 +83,7 @@ def test_the_norm_is_the_formula_and_a_row_does_not_depend_on_others():
     ("available", "options", "expected"),
     [
         (False, {}, "compute capability 9.0"),
-        (True, {"engine_args": {"attention_backend": "FLASHINFER"}}, "FLASH_ATTN"),
+        (True, {"engine_args": {"attention_backend": "FLASHINFER"}}, "attention_backend left out"),
     ],
 )
 def test_what_computes_otherwise_is_refused(monkeypatch, available, options, expected):
@@ -79,6 +92,73 @@ def test_what_computes_otherwise_is_refused(monkeypatch, available, options, exp
     engine = VLLMEngine(same_kernels=True, **options)
     with pytest.raises(ConfigError, match=expected):
         same_kernels.check(engine._arguments)
+
+
+def exactly(format=None, **options):
+    engine = VLLMEngine(batch_invariant=True, **options)
+    same_kernels.check_exact(format, engine._arguments, engine.max_lora_rank)
+
+
+def test_the_exact_mode_is_had_with_the_formats_whose_products_it_has(hopper):
+    exactly()
+    exactly(FP8Row())
+    exactly(FP8Block())
+    exactly(engine_args={"attention_backend": "FLASH_ATTN"})
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"capability": (8, 0)}, r"compute capability 9\.0.*Given: \(8, 0\)"),
+        ({"capability": (10, 0)}, r"compute capability 9\.0.*Given: \(10, 0\)"),
+        ({"version": (0, 32, 0)}, r"vLLM 0\.26.*Given: 0\.32\.0"),
+        ({"format": Int4Group()}, "Machete.*depends on the batch.*Given: int4_group"),
+        ({"format": NVFP4()}, "Marlin.*depends on the batch.*Given: nvfp4"),
+        ({"format": Int8Channel()}, "kernel that was not tried.*Given: int8_channel"),
+        ({"max_lora_rank": 8}, "max_lora_rank: 0.*Given: 8"),
+        ({"engine_args": {"attention_backend": "FLASHINFER"}}, "attention_backend left out.*Given: .*FLASHINFER"),
+        ({"engine_args": {"compilation_config": {"mode": 3}}}, "compilation_config left out"),
+    ],
+)
+def test_what_is_not_exact_is_refused_by_name(hopper, options, said):
+    options = dict(options)
+    capability, version = options.pop("capability", (9, 0)), options.pop("version", (0, 26, 0))
+    hopper.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    hopper.setattr(same_kernels, "installed_version", lambda: (version, False))
+    with pytest.raises(ConfigError, match=said):
+        exactly(**options)
+
+
+def test_models_and_learners_that_compute_otherwise_are_refused():
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"vocab_size": 64, "intermediate_size": 64}
+    same_kernels.check_decoder(outline(Qwen3Config(**sizes, head_dim=128)))
+    same_kernels.check_decoder(outline(LlamaConfig(**sizes, head_dim=64)))
+    for config, given in (
+        (Qwen3Config(**sizes, head_dim=16), "heads of 16 dimensions"),
+        (Qwen3Config(**sizes, head_dim=64), "norms over 64 dimensions"),
+        (GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=64), "model_type gpt2"),
+    ):
+        with pytest.raises(ConfigError, match=rf"llama, qwen2, qwen3.*96, 128, 256 dimensions.*Given: {given}"):
+            same_kernels.check_decoder(outline(config))
+    config = _Config(model_type="qwen2", head_dim=64, _attn_implementation=ATTENTION)
+    same_kernels.check_learner(model(config), torch.bfloat16)
+    for other, dtype, expected in (
+        (model(config, torch.float32), torch.bfloat16, "both bf16.*Given: float32 and bfloat16"),
+        (model(config, fused=False), torch.bfloat16, "model.policy.fuse: auto"),
+        (model(_Config(model_type="qwen2", head_dim=64, _attn_implementation="sdpa")), torch.bfloat16, "packing"),
+    ):
+        with pytest.raises(ConfigError, match=expected):
+            same_kernels.check_learner(other, dtype)
+
+
+def test_plain_products_of_the_exact_mode_are_the_learners_and_of_others_vllms(monkeypatch):
+    monkeypatch.setattr(exact, "product", lambda x, weight, bias: x @ weight.t() + bias)
+    apply = patches.in_one_order(lambda self, layer, x, bias: "theirs")
+    layer = torch.nn.Linear(3, 2)
+    assert apply(None, layer, torch.ones(1, 3), layer.bias) == "theirs"
+    monkeypatch.setattr(same_kernels, "_exact", True)
+    assert apply(None, layer, torch.ones(1, 3), layer.bias).equal(layer(torch.ones(1, 3)))
 
 
 class _Config(SimpleNamespace):
