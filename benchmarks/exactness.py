@@ -1,7 +1,7 @@
 """Where a learner and its vLLM sampler differ by a bit: module by module, on one GPU.
 
-    python benchmarks/exactness.py ops                              # vLLM's kernels alone: does a row depend on others?
-    python benchmarks/exactness.py kernels                          # which kernels of both sides give the same bits
+python benchmarks/exactness.py ops                              # vLLM's kernels alone: does a row depend on others?
+python benchmarks/exactness.py kernels                          # which kernels of both sides give the same bits
 """
 
 import argparse

@@ -44,6 +44,7 @@ from lit_qrl.network.modes import train_without_dropout
 from lit_qrl.network.padding_free import enable_padding_free, is_padding_free, spread
 from lit_qrl.network.reference import Reference
 from lit_qrl.network.shards import whole
+from lit_qrl.network.structure import compute_frequencies_on_the_cpu
 from lit_qrl.precision.deferred import DeferredWeights, deferred_folder, weights_are_deferred
 from lit_qrl.precision.layers.lora_linear import keep_factors, swap_lora_linears
 from lit_qrl.precision.layers.low_bit import LowBitWeight
@@ -267,6 +268,8 @@ class CausalPolicy(Described, nn.Module):
         else:
             network = self._pretrained(dtype, options)
         network.config.use_cache = False
+        if not on_cpu:
+            compute_frequencies_on_the_cpu(network)
         self.recomputation = compute_again(network, self.gradient_checkpointing, on_cpu)  # pyright: ignore[reportArgumentType]
         if self.packing == "auto" and self.attn_implementation is None:
             enable_padding_free(network, self.dropout)
@@ -284,15 +287,31 @@ class CausalPolicy(Described, nn.Module):
         check_tied(self.network)
         self.train()
 
+    def _apply(self, fn: Any, recurse: bool = True) -> "CausalPolicy":
+        """Move or cast parameters; what is no weight, such as rotary frequencies, keeps the precision that it has.
+
+        Lightning's `bf16-true` casts all that is floating. Frequencies of eight bits turn the queries of late tokens by
+        other angles than the sampler does.
+        """
+        kept = [
+            (part, name, buffer.detach())  # the buffer itself may be written over
+            for part in self.modules()
+            for name, buffer in part.named_buffers(recurse=False)
+            if name in part._non_persistent_buffers_set
+        ]
+        super()._apply(fn if self.lora is None or self.model is None else keep_factors(self.model, fn), recurse)
+        for part, name, before in kept:
+            after = part.get_buffer(name)
+            if after.dtype != before.dtype:
+                part.register_buffer(name, before.to(after.device), persistent=False)
+        return self
+
     def train(self, mode: bool = True) -> "CausalPolicy":
         """Begin or end training, in which modules stay in evaluation mode unless `dropout` is asked for."""
         super().train(mode)
         if mode and self.model is not None and not self.dropout:
             train_without_dropout(self.model)
         return self
-
-    def _apply(self, fn: Any, recurse: bool = True) -> "CausalPolicy":
-        return super()._apply(fn if self.lora is None or self.model is None else keep_factors(self.model, fn), recurse)
 
     def _random(self, dtype: Any, options: dict[str, Any]) -> Any:
         """Return a model with weights drawn at random: now, or by `deferred` where a precision plugin asks for that."""

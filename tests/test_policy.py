@@ -5,6 +5,7 @@ import shutil
 import peft
 import pytest
 import torch
+from lightning.pytorch.plugins.precision import HalfPrecision
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
@@ -16,6 +17,7 @@ from transformers import (
 from lit_qrl.errors import ConfigError
 from lit_qrl.network.head import output_head
 from lit_qrl.network.padding_free import is_padding_free
+from lit_qrl.network.structure import compute_frequencies_on_the_cpu
 from lit_qrl.policy import CausalPolicy
 from tests.networks import WORDS, batch_of, build_network, build_tokenizer
 
@@ -34,6 +36,22 @@ def policy(folder, request):
     policy.configure()
     assert is_padding_free(policy.network) == (request.param == "auto")
     return policy
+
+
+def test_a_16_bit_precision_casts_weights_and_leaves_frequencies_as_a_cpu_computes_them(folder):
+    policy = CausalPolicy(str(folder))
+    policy.configure()
+    rotary = policy.network.model.rotary_emb
+    computed = rotary.inv_freq.clone()
+    HalfPrecision("bf16-true").convert_module(policy)
+    assert policy.network.model.norm.weight.dtype == torch.bfloat16
+    assert rotary.inv_freq.dtype == torch.float32
+    assert rotary.inv_freq.equal(computed)
+    assert "inv_freq" not in "".join(policy.state_dict())
+    with torch.no_grad():  # what a GPU's power may differ by
+        rotary.inv_freq.copy_(torch.nextafter(computed, torch.tensor(2.0)))
+    compute_frequencies_on_the_cpu(policy.network)
+    assert rotary.inv_freq.equal(computed)
 
 
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}

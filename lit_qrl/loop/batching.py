@@ -36,7 +36,7 @@ def assemble(
     t = max(max(len(completion.token_ids) for completion in completions), 1)
     tokens = torch.full((b, width + t), pad_token_id, dtype=torch.long)
     mask = torch.zeros(b, t, dtype=torch.bool)
-    logprobs = torch.zeros(b, t)
+    logprobs = torch.zeros(b, t, dtype=torch.float32)  # whatever the default is: bf16 in a validation step
     for row, completion in enumerate(completions):
         prompt, n = prompts[row // group_size], len(completion.token_ids)
         tokens[row, width - len(prompt) : width + n] = torch.tensor([*prompt, *completion.token_ids])

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
+import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -174,6 +175,26 @@ def computed_buffers(network: nn.Module, beside_weights: bool) -> dict[str, Tens
             if (buffer := module._buffers.get(name)) is not None:
                 found[f"{prefix}.{name}" if prefix else name] = buffer
     return dict(sorted(found.items()))
+
+
+def compute_frequencies_on_the_cpu(network: nn.Module) -> None:
+    """Give rotary embeddings the frequencies that a CPU computes, wherever the model was built.
+
+    A GPU's power of two numbers may be another one in its last bit, and then an angle rounds otherwise at some position
+    in hundreds: for the sampler, which has them from a CPU, each later token of such a sequence is another one's.
+
+    Args:
+        network: a Hugging Face model; what is on the meta device stays there.
+    """
+    for part in network.modules():
+        buffers = dict(part.named_buffers(recurse=False))
+        if any(name.endswith("inv_freq") for name in buffers) and hasattr(part, "config"):
+            with torch.device("cpu"):
+                kind: Any = type(part)
+                fresh = dict(kind(part.config).named_buffers(recurse=False))
+            for name, buffer in buffers.items():
+                if not buffer.is_meta:
+                    buffer.copy_(fresh[name])
 
 
 def cached_numbers(config: Any) -> int:

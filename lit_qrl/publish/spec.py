@@ -169,7 +169,11 @@ def _check_same_arithmetic(
     plugin = learner.trainer.precision_plugin
     kernel = getattr(getattr(plugin, "choice", None), "kernel", None)
     for differs, given, remedy in (
-        (format != aligned, f"publisher.format: {format and format.name}", _remedy_of_format(format)),
+        (
+            format != aligned and not (aligned is None and isinstance(format, Dense)),  # the engine's dtype is checked
+            f"publisher.format: {format and format.name}",
+            _remedy_of_format(format),
+        ),
         (learner.policy.lora is not None, "model.policy.lora", "Train all weights."),
         ("mixed" in str(plugin.precision), f"trainer.precision: {plugin.precision}", "Choose 32-true or bf16-true."),
         (getattr(plugin, "autocast", "none") != "none", "autocast of the precision plugin", "Set it to none."),

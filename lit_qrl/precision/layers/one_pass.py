@@ -16,7 +16,7 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.formats.kernels import dispatch, gemm
 from lit_qrl.functional._gradients import added, weight_gradients
 from lit_qrl.network.invariant import one_by_one
-from lit_qrl.network.structure import FINAL_NORM, GATED_MLP, HEAD_NORMS, NORM_READERS, RMS_NORMS, SILU
+from lit_qrl.network.structure import FINAL_NORM, GATED_MLP, NORM_READERS, RMS_NORMS, SILU
 from lit_qrl.precision.layers.joined_linear import JoinedLinear, keep_recipe
 from lit_qrl.precision.layers.rotary import rotate_in_one_pass
 
@@ -278,8 +278,7 @@ def take_one_pass(network: nn.Module, choice: Fuse = "auto") -> list[str]:
     for name, part in list(network.named_modules()):
         for child, inner in list(part.named_children()):
             there = isinstance(inner, OnePassRMSNorm | OnePassGatedMLP)
-            known = child in (*NORM_READERS, *HEAD_NORMS, FINAL_NORM, "mlp")
-            if known and not there and _takes_one_pass(part, child, False, False):
+            if child in (*NORM_READERS, FINAL_NORM, "mlp") and not there and _takes_one_pass(part, child, False, False):
                 names.append(f"{name}.{child}" if name else child)
     log.debug("%d norms and MLPs take one kernel: %s.", len(names), ", ".join(names[:3]) or "none is known")
     return names

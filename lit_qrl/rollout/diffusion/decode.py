@@ -221,7 +221,7 @@ class Denoiser:
         b, columns = len(owner), torch.arange(length, device=self.device)
         drawn = Denoised(
             tokens=torch.full((b, length), self.mask_token, device=self.device),
-            logprobs=torch.zeros(b, length, device=self.device),
+            logprobs=torch.zeros(b, length, dtype=torch.float32, device=self.device),
             length=torch.full((b,), length, device=self.device),
             stopped=torch.zeros(b, dtype=torch.bool, device=self.device),
             unmasked_at=torch.full((b, length), -1, device=self.device),

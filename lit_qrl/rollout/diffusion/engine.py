@@ -263,12 +263,12 @@ def _batch_of(
     for row, piece in enumerate(owners):
         prompt[row, width - piece.length :] = torch.tensor(prompts[piece.prompt])
     mask = torch.arange(length, device=device) < drawn.length[:, None]
-    nothing = torch.zeros(b, device=device)
+    nothing = torch.zeros(b, dtype=torch.float32, device=device)
     return RolloutBatch(
         tokens=torch.cat([prompt.to(device), drawn.tokens.masked_fill(~mask, 0)], dim=1),
         prompt_length=torch.tensor([piece.length for piece in owners], device=device),
         mask=mask,
-        sampler_logprobs=torch.zeros(b, length, device=device),
+        sampler_logprobs=torch.zeros(b, length, dtype=torch.float32, device=device),
         rewards=nothing,
         advantages=nothing,
         group=torch.zeros(b, dtype=torch.long, device=device),

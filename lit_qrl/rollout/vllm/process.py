@@ -134,7 +134,9 @@ def end_world() -> None:
 def kept_process_state(seed: int | None = None) -> Iterator[None]:
     """Restore on exit what an engine changes: global generators, and on CPU `torch.set_num_threads`.
 
-    It is built with a seed of its own, and draws from the global generators even for seeded requests.
+    It is built with a seed of its own, and draws from the global generators even for seeded requests. Inside, tensors
+    without a dtype are fp32, as vLLM's kernels take their scales: Lightning's `bf16-true` makes them bf16 around a
+    validation step.
 
     Args:
         seed: for them inside.
@@ -143,13 +145,15 @@ def kept_process_state(seed: int | None = None) -> Iterator[None]:
 
     state = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
-    set_num_threads = torch.set_num_threads
+    set_num_threads, dtype = torch.set_num_threads, torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
     try:
         if seed is not None:
             torch.manual_seed(seed)
         yield
     finally:
         torch.set_num_threads = set_num_threads
+        torch.set_default_dtype(dtype)
         torch.set_rng_state(state[0])
         random.setstate(state[1])
         numpy.random.set_state(state[2])

@@ -115,7 +115,7 @@ def test_the_modules_keep_names_and_numbers_without_the_kernels(quantized):
             take_one_pass(model, True)
         assert list(model.state_dict()) == keys
         norms = [m for m in model.modules() if isinstance(m, OnePassRMSNorm)]
-        assert len(norms) == (4 if quantized else 9)
+        assert len(norms) == (4 if quantized else 5)
         assert len([m for m in model.modules() if isinstance(m, OnePassGatedMLP)]) == 2
     tokens = torch.arange(12).view(2, 6)
     (logits, gradients), (expected, others) = run(model, tokens), run(plain, tokens)
@@ -268,7 +268,7 @@ def test_plain_blocks_take_one_kernel_each_and_keep_their_numbers(kernels):
     plain, model = wide(), wide()
     keys = list(model.state_dict())
     names = take_one_pass(model, True)
-    assert len(names) == 11  # four norms, two of them of heads, and an MLP in each of two layers, and the last norm
+    assert len(names) == 7  # two norms and an MLP in each of two layers, and the last norm
     assert take_one_pass(model, True) == []
     assert list(model.state_dict()) == keys
     for one in (plain, model):
@@ -277,7 +277,7 @@ def test_plain_blocks_take_one_kernel_each_and_keep_their_numbers(kernels):
     tokens = torch.arange(12).view(2, 6)
     (expected, others), (logits, gradients) = run(plain, tokens), run(model, tokens)
     assert torch.equal(logits, expected)
-    assert [made for made, _ in kernels].count("norm") == 9
+    assert [made for made, _ in kernels].count("norm") == 5
     assert [o.get("other") is not None for _, o in kernels].count(True) == 2
     assert gradients.keys() == others.keys()
     for name, gradient in others.items():

@@ -9,6 +9,7 @@ import torch
 from torch import distributed
 
 from lit_qrl.rollout.vllm.process import kept_process_state, others_group_kept, own_world, prepare_environment
+from tests.default_dtype import bf16_default
 
 
 def test_environment_keeps_what_the_user_set_and_the_published_scales(monkeypatch):
@@ -100,3 +101,10 @@ def test_an_engine_that_ends_leaves_a_group_that_it_did_not_make(monkeypatch, ow
     assert ended == ["its own", *([None] if owned else [])]
     torch.distributed.destroy_process_group()
     assert ended[-1] is None
+
+
+def test_an_engine_computes_its_scales_in_fp32_within_a_16_bit_validation_step():
+    with bf16_default():
+        with kept_process_state():
+            assert torch.empty(1).dtype == torch.float32
+        assert torch.empty(1).dtype == torch.bfloat16
