@@ -170,7 +170,7 @@ def _check_same_arithmetic(
     kernel = getattr(getattr(plugin, "choice", None), "kernel", None)
     for differs, given, remedy in (
         (
-            format != aligned and not (aligned is None and isinstance(format, Dense)),  # the engine's dtype is checked
+            format != aligned and (aligned is not None or format is None or format.name != learner.policy.dtype),
             f"publisher.format: {format and format.name}",
             _remedy_of_format(format),
         ),

@@ -27,7 +27,7 @@ LORA, SAMPLING = LoraConfig(r=8, target_modules=["q_proj"]), SamplingParams(max_
 NETWORK = build_network()
 
 
-def spec(plugin=None, adapter=None, tied=False, engine=None, callbacks=(), sampling=SAMPLING, **settings):
+def spec(plugin=None, adapter=None, tied=False, engine=None, callbacks=(), sampling=SAMPLING, dtype="auto", **settings):
     config = SimpleNamespace(model_type="toy", tie_word_embeddings=tied)
     config.get_text_config = lambda: config
     learner = SimpleNamespace(
@@ -43,7 +43,13 @@ def spec(plugin=None, adapter=None, tied=False, engine=None, callbacks=(), sampl
             global_rank=0,
         ),
         policy=SimpleNamespace(
-            config=config, lora=adapter, head_dtype=torch.float32, model=NETWORK, network=NETWORK, denoises=False
+            config=config,
+            lora=adapter,
+            head_dtype=torch.float32,
+            model=NETWORK,
+            network=NETWORK,
+            denoises=False,
+            dtype=dtype,
         ),
         data=SimpleNamespace(
             engine=engine or TransformersEngine(),
@@ -152,6 +158,7 @@ def test_a_batch_invariant_engine_wants_one_arithmetic_for_learner_and_sampler(o
         spec(engine=engine, **options)
     assert given in str(error.value)
     assert spec(engine=engine).format is None
+    assert spec(engine=engine, format=formats.get("bf16"), dtype="bf16").format == formats.get("bf16")
     assert spec(QATAligned("fp8_row"), engine=engine).format == formats.get("fp8_row")
     assert spec(QATAligned("int4_group", kernel="dequantize"), engine=engine).format == formats.get("int4_group")
 
