@@ -41,6 +41,8 @@ COMPARED = (0, 26)
 """The version of vLLM that was looked at so."""
 _active = False
 REMEDY = "Set data.engine.same_kernels to false."
+APART = "vLLM is in a process of its own"
+IN_PARTS = "each process of tensor_parallel_size quantizes and adds its own part of a row"
 
 
 def active() -> bool:
@@ -48,15 +50,16 @@ def active() -> bool:
     return _active
 
 
-def check(arguments: Mapping[str, Any]) -> None:
+def check(arguments: Mapping[str, Any], here: bool = True) -> None:
     """Raise `ConfigError` where this host has not the kernels, or a setting chooses others.
 
     Args:
         arguments: of `vllm.LLM`.
+        here: look at this host.
     """
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     for fits, what, expected, given in (
-        (capability == (9, 0), "This host's GPU", "compute capability 9.0", capability or "no GPU"),
+        (not here or capability == (9, 0), "This host's GPU", "compute capability 9.0", capability or "no GPU"),
         (arguments.get("attention_backend") in (None, "FLASH_ATTN"), "The attention of engine_args", "FLASH_ATTN",
          arguments.get("attention_backend")),
     ):  # fmt: skip
@@ -75,7 +78,7 @@ def chosen(
     network: Any,
     dtype: torch.dtype,
     arguments: Mapping[str, Any],
-    apart: bool = False,
+    against: str | None = None,
 ) -> bool:
     """Return whether an engine computes as the learner does; where it would help and cannot be had, warn.
 
@@ -86,13 +89,13 @@ def chosen(
         network: the learner's model.
         dtype: of activations.
         arguments: of `vllm.LLM`.
-        apart: the engine is in another process.
+        against: why it cannot be, known of the engine.
     """
     if asked != "auto":
         return asked
     if not (spec.aligned and spec.format is not None and spec.format.quantizes_activations):
         return False
-    why = "vLLM is in a process of its own" if apart else _obstacle(network, dtype, arguments)
+    why = against or _obstacle(network, dtype, arguments)
     if why is not None and torch.cuda.is_available():
         log.warning(
             "Learner and sampler both round activations to %s, but their last bits differ before they do: %s. Such a "
@@ -113,7 +116,27 @@ def chosen(
     return why is None
 
 
-def _obstacle(network: Any, dtype: torch.dtype, arguments: Mapping[str, Any]) -> str | None:
+def foretold(engine: Any, spec: "SamplerSpec", network: Any, apart: bool) -> str:
+    """Return what `chosen` will say on a GPU of compute capability 9.0: on, off, or what stands against it.
+
+    Args:
+        engine: a `VLLMEngine` that is not set up.
+        spec: what is known of the sampler.
+        network: the learner's model as it is on a GPU; its weights need not be there.
+        apart: the engine is in another process.
+    """
+    if engine.batch_invariant:
+        return "off, batch_invariant makes more equal"
+    if engine.same_kernels != "auto":
+        return "on, as it is set" if engine.same_kernels else "off, as it is set"
+    if not (spec.aligned and spec.format is not None and spec.format.quantizes_activations):
+        return "off, the learner does not compute in a format that quantizes activations"
+    against = APART if apart else IN_PARTS if engine.draws_together else None
+    why = against or _obstacle(network, engine.choose_dtype(spec, network), engine._arguments, here=False)
+    return f"cannot be had, {why}" if why else "on, on a GPU of compute capability 9.0"
+
+
+def _obstacle(network: Any, dtype: torch.dtype, arguments: Mapping[str, Any], here: bool = True) -> str | None:
     from lit_qrl.network.padding_free import is_padding_free  # these bring transformers
     from lit_qrl.network.sampler_kernels import check_decoder
     from lit_qrl.precision.layers.one_pass import OnePassRMSNorm
@@ -122,7 +145,7 @@ def _obstacle(network: Any, dtype: torch.dtype, arguments: Mapping[str, Any]) ->
     dimensions = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     own = next(network.parameters()).dtype
     try:
-        check(arguments)
+        check(arguments, here)
         check_decoder(config, "vLLM")
     except ConfigError as error:
         return f"{error.what.rstrip('.')} ({error.given})"

@@ -125,7 +125,7 @@ def test_it_is_chosen_where_an_aligned_format_quantizes_activations(monkeypatch,
     wanted = asked == "auto" and changed.keys().isdisjoint({"aligned", "format"})
     assert ("their last bits differ" in caplog.text) is (wanted and not expected)
     if expected and wanted:
-        assert not same_kernels.chosen(asked, spec, network, dtype, {}, apart=True)
+        assert not same_kernels.chosen(asked, spec, network, dtype, {}, same_kernels.APART)
         assert "a process of its own" in caplog.text
 
 
