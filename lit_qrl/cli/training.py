@@ -263,6 +263,8 @@ class QRLCLI(LightningCLI):
         """Choose the run folder and the checkpoint before anything is built."""
         config, command = self.config[str(self.subcommand)], str(self.subcommand)
         self.dry_run = config.pop("dry_run", False)
+        if self.gib is not None and not self.gib > 0:
+            raise ConfigError("--dry_run is for no GPU.", expected="its size in GiB, such as 80", given=self.gib)
         if self.gib is not None and not torch.cuda.is_available():
             config.trainer.accelerator = "cpu"
         requested, if_possible = config.get("ckpt_path"), bool(config.get("resume_if_possible"))
