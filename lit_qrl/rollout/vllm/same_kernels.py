@@ -50,6 +50,11 @@ def active() -> bool:
     return _active
 
 
+def helps(spec: "SamplerSpec") -> bool:
+    """Return whether the learner computes in the sampler's format, and that quantizes activations."""
+    return spec.aligned and spec.format is not None and spec.format.quantizes_activations
+
+
 def check(arguments: Mapping[str, Any], here: bool = True) -> None:
     """Raise `ConfigError` where this host has not the kernels, or a setting chooses others.
 
@@ -93,7 +98,7 @@ def chosen(
     """
     if asked != "auto":
         return asked
-    if not (spec.aligned and spec.format is not None and spec.format.quantizes_activations):
+    if spec.format is None or not helps(spec):
         return False
     why = against or _obstacle(network, dtype, arguments)
     if why is not None and torch.cuda.is_available():
@@ -129,7 +134,7 @@ def foretold(engine: Any, spec: "SamplerSpec", network: Any, apart: bool) -> str
         return "off, batch_invariant makes more equal"
     if engine.same_kernels != "auto":
         return "on, as it is set" if engine.same_kernels else "off, as it is set"
-    if not (spec.aligned and spec.format is not None and spec.format.quantizes_activations):
+    if not helps(spec):
         return "off, the learner does not compute in a format that quantizes activations"
     against = APART if apart else IN_PARTS if engine.draws_together else None
     why = against or _obstacle(network, engine.choose_dtype(spec, network), engine._arguments, here=False)
