@@ -57,6 +57,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 """The shapes of Qwen2.5."""
 ONE_GPU = tuple(SHAPES)[:-1]
+GPU = torch.device("cuda")
 
 
 class Row(NamedTuple):
@@ -100,9 +101,9 @@ def learner(shape: str, adapted: bool) -> tuple[CausalPolicy, dry_run.Tensors]:
             shutil.copy(ROOT / "models" / "tiny-countdown" / name, folder)
         Path(folder, "config.json").write_text(json.dumps(config))
         policy = CausalPolicy(folder, dtype="bf16", lora=adapter, random_weights=True)
-        trainer: Any = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cpu")), precision="bf16-true")
+        trainer: Any = SimpleNamespace(strategy=None, precision="bf16-true")
         module: Any = SimpleNamespace(policy=policy)
-        return policy, dry_run.tensors(module, trainer)
+        return policy, dry_run.tensors(module, trainer, GPU)
 
 
 def parts(shape: str, row: Row, groups: int = GROUPS, completion: int = COMPLETION) -> dict[str, float]:
@@ -113,7 +114,7 @@ def parts(shape: str, row: Row, groups: int = GROUPS, completion: int = COMPLETI
     publisher.publisher.spec = SamplerSpec(format=format)
     trainer: Any = SimpleNamespace(
         precision_plugin=NVFP4LoRA() if "nvfp4" in row.trained else Precision(),
-        strategy=SimpleNamespace(root_device=torch.device("cpu")),
+        strategy=None,
         callbacks=[publisher],
     )
     data: Any = SimpleNamespace(
@@ -133,15 +134,13 @@ def parts(shape: str, row: Row, groups: int = GROUPS, completion: int = COMPLETI
         master_weights=True,
         optimizer=lambda named: torch.optim.AdamW(dict(named).values()),
     )
-    found = {part.name: part.size / dry_run.GIB for part in dry_run.parts(trainer, module, data, held)}
+    found = {
+        part.name: part.size / dry_run.GIB for part in dry_run.parts(trainer, module, data, held, dry_run.Target(GPU))
+    }
     if row.optimizer == "AdamW8bit":  # two states of one byte, as the test of docs/numerics.md counts
         found["optimizer states"] /= 4
     if row.trained.endswith("shared"):  # the packed layers exist once, in the engine
         found["weights"] -= held.count(held.quantizable) * NVFP4LoRA().format.bits_per_weight / 8 / dry_run.GIB
-    # On a GPU the logits of one chunk of positions exist, whatever the model
-    rows = groups * GROUP * completion
-    width = SHAPES[shape]["vocab_size"]
-    found["logits"] = 2 * 4 * width * min(rows, dry_run.CHUNK_ELEMENTS["cuda"] // width) / dry_run.GIB
     return found
 
 

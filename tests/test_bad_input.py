@@ -256,6 +256,8 @@ KNOWN_BEFORE_A_MODEL = {
         ["model.objective.baseline", "leave_one_out"],
     ),
     "wrong type": (["--data.group_size", "eight"], ["data.group_size", "Expected: int", "Given: eight"]),
+    "a dry run for no size": (["--dry_run", "80GB"], ["dry_run", "Expected: true or false or float", "Given: 80GB"]),
+    "a dry run for no GPU": (["--dry_run", "0"], ["--dry_run", "its size in GiB", "Given: 0"]),
     "wrong choice": (["--data.long_prompt", "cut"], ["data.long_prompt", "Expected: drop, error", "Given: cut"]),
     "wrong choice of a class": (["--model.policy.dtype", "int3"], ["model.policy.dtype", "Given: int3"]),
     "seed that is none": (["--seed_everything", -1], ["seed_everything is out of range", "0 to 2³² − 1", "Given: -1"]),

@@ -1,6 +1,7 @@
 """`docs/keys.md` is what the parser says; `python -m tests.test_keys` writes it again."""
 
 import re
+from importlib import import_module
 from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
@@ -28,7 +29,8 @@ HEAD = """# Keys and defaults
 Every key of `lit-qrl fit` but Lightning's own `trainer.*`, with its default. In a YAML file `data.group_size` is
 `group_size` under `data`, and what a class takes stands under its `init_args`; on the command line it is
 `--data.group_size 8`. `lit-qrl fit --help` prints the same with types, `lit-qrl fit --data.task.help DatasetTask` what
-a class takes. `python -m tests.test_keys` writes this page.
+a class takes. Under each class stands from where Python imports it; `class_path` takes that
+or the name alone. `python -m tests.test_keys` writes this page.
 
 """
 
@@ -63,6 +65,13 @@ def link(place, kind):
     return f"[{kind.__name__}](#{anchor})"
 
 
+def room(kind):
+    """Return the shortest package from which a class is imported."""
+    parts = kind.__module__.split(".")
+    packages = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+    return next(one for one in packages if getattr(import_module(one), kind.__name__, None) is kind)
+
+
 def class_sections(place):
     """Yield for each class what it is, and what it takes beside all that a class before it takes alike."""
     before = {}
@@ -77,7 +86,7 @@ def class_sections(place):
         if len(alike) < SHARED:
             alike = []
         before[kind] = taken
-        yield f"### {place}: {kind.__name__}\n\n{kind.__doc__.splitlines()[0]}"
+        yield f"### {place}: {kind.__name__}\n\n`{room(kind)}.{kind.__name__}`: {kind.__doc__.splitlines()[0]}"
         if own := [row for row in taken if row not in alike]:
             yield table(own)
         if alike:

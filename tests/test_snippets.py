@@ -177,7 +177,7 @@ def words(text):
 
 def check_training(given):
     """Parse the options of a training; of a file that only a run makes, the rest."""
-    given = [word for word in given if word not in ("--dry_run", "--print_config", "--help")]
+    given = [word for word in given if word not in ("--print_config", "--help")]
     for at in reversed(range(len(given))):
         if given[at] == "--config" and not Path(given[at + 1]).exists():
             assert re.match(r"(runs/|\w+\.yaml$|…)", given[at + 1]), f"{given[at + 1]} is not in the checkout"

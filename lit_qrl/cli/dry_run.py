@@ -25,12 +25,16 @@ from lit_qrl.network.linears import quantizable_linears
 from lit_qrl.network.routing import route_dtype, routers
 from lit_qrl.policy import DTYPES
 from lit_qrl.precision import QuantizedPrecision
+from lit_qrl.precision.layers.one_pass import take_one_pass
 from lit_qrl.precision.packed_lora import PackedLoRA
 from lit_qrl.rollout import DiffusionEngine, RemoteVLLMEngine, TransformersEngine, VLLMEngine
 from lit_qrl.rollout.embedded.engine import SLOTS, WORD_BYTES
 from lit_qrl.rollout.embedded.sampler import EmbeddedSampler
 from lit_qrl.rollout.engine import SamplerSpec
+from lit_qrl.rollout.vllm import same_kernels
+from lit_qrl.rollout.vllm.arguments import USED
 from lit_qrl.shipped import shipped
+from lit_qrl.strategies.colocated import ColocatedStrategy
 from lit_qrl.strategies.peers import Peers
 from lit_qrl.strategies.sharded import ShardedStrategy
 
@@ -68,17 +72,38 @@ LEARNERS = ("weights", "adapters", "master bits", "gradients", "optimizer states
 """Parts that a learner's device holds all the time, or its host where they are offloaded."""
 
 
+SAMPLERS = ("sampler's weights", "cast weights", "recorded steps", "KV cache")
+"""Parts of the engine, of which a strategy that takes turns frees the device in the update."""
+ELASTIC = ("recorded steps", "KV cache", "logits", "routes")
+"""Parts that are smaller where memory is short."""
+
+
+class Target(NamedTuple):
+    """What a run is judged for: the kind of device, and its bytes, None where they are not known."""
+
+    device: torch.device
+    total: float | None = None
+
+
 class _DoneError(Exception):
     """Ends the Trainer's `fit` where it would load the weights."""
 
 
-def dry_run(trainer: Trainer, module: GRPOModule, data: RolloutDataModule) -> None:
+def dry_run(trainer: Trainer, module: GRPOModule, data: RolloutDataModule, gib: float | None = None) -> None:
     """Let `fit` check all that it checks before it loads weights, then print what it would need and see.
+
+    Args:
+        trainer: of the run.
+        module: that would be trained.
+        data: with the engine.
+        gib: size of the GPU that memory is judged for; None is this host's device. What the engine refuses on this
+            host is then told and not raised.
 
     Raises:
         ConfigError: for what `fit` would refuse (what the engine refuses, after all that is printed), for a disk
-            without room for two checkpoints, and for a GPU that does not hold the learner.
+            without room for two checkpoints, and for a GPU that does not hold weights, gradients and optimizer.
     """
+    target = target_of(trainer, gib)
     found: list[Tensors] = []
     refused: list[ConfigError] = []
 
@@ -95,7 +120,7 @@ def dry_run(trainer: Trainer, module: GRPOModule, data: RolloutDataModule) -> No
         return checked
 
     def instead_of_weights() -> None:
-        found.append(tensors(module, trainer))
+        found.append(tensors(module, trainer, target.device))
         without_weights(module, trainer)  # where processes meet
         for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
             if isinstance(callback, Peers):  # the others end here, which is no loss to the first one
@@ -120,20 +145,46 @@ def dry_run(trainer: Trainer, module: GRPOModule, data: RolloutDataModule) -> No
     if trainer.global_rank:  # the first one tells, and the folder may be gone by now
         return
     (learner,) = found
-    table = parts(trainer, module, data, learner)
+    table = parts(trainer, module, data, learner, target)
     room = shutil.disk_usage(folder).free
     trained = learner.count(learner.trained)
     print(f"{trained:,} of {sum(one.numel() for one in learner.shapes.values()):,} parameters are trained.\n")
     print(as_table(table))
-    tokens = by_tokens(data, trainer.strategy.root_device)
-    print(f"\nActivations come on top: they grow with the tokens of a micro-batch{tokens}.\n")
+    tokens = by_tokens(data, target.device)
+    print(f"\nActivations come on top: they grow with the tokens of a micro-batch{tokens}.")
+    lines = [room_left(table, trainer, target.total) if target.total else "", same_kernels_told(trainer, module, data)]
+    print("\n".join([*filter(None, lines), ""]))
     for ids, text in first_prompts(data):
         print(f"Prompt of {len(ids)} tokens: {ends(text)}", flush=True)  # what is refused goes to another stream
-    if refused:
+    if refused and gib is None:
         raise refused[0]
     check_disk(table, room, folder)
-    check_memory(table, trainer)
-    print("\nNothing was loaded. The configuration can be run.")
+    if target.total:
+        check_memory(table, trainer, target.total)
+    if refused:
+        print(f"\nOn this host the engine refuses: {refused[0]}")
+    judged = "" if gib is None else f"; memory was judged for a GPU of {gib:g} GiB"
+    print(f"\nNothing was loaded. The configuration can be run{judged}.")
+
+
+def target_of(trainer: Trainer, gib: float | None) -> Target:
+    """Return what memory is judged for: a GPU of so many GiB, or the device of the run."""
+    device = trainer.strategy.root_device
+    if gib is not None:
+        return Target(torch.device("cuda"), gib * GIB)
+    return Target(device, torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None)
+
+
+def same_kernels_told(trainer: Trainer, module: GRPOModule, data: RolloutDataModule) -> str:
+    """Return what `data.engine.same_kernels` does on a GPU that has the kernels; nothing for an engine without it."""
+    remote = isinstance(data.engine, RemoteVLLMEngine)
+    engine = data.engine.engine if isinstance(data.engine, RemoteVLLMEngine) else data.engine
+    if not isinstance(engine, VLLMEngine):
+        return ""
+    network = module.policy.network.to(dtype_of(module, trainer, torch.device("cuda")))
+    take_one_pass(network, bool(module.policy.fuse))  # as the policy does where there is CUDA
+    said = same_kernels.foretold(engine, spec_of(trainer), network, remote)
+    return f"data.engine.same_kernels: {said}."
 
 
 def without_weights(module: GRPOModule, trainer: Trainer) -> None:
@@ -152,13 +203,23 @@ def by_tokens(data: RolloutDataModule, device: torch.device) -> str:
     return f"{known} in the first iteration and by free memory after it" if data.budget.measures(device) else known
 
 
-def tensors(module: GRPOModule, trainer: Trainer) -> Tensors:
-    """Return the parameters that the run would have; the model is built without weights."""
+def dtype_of(module: GRPOModule, trainer: Trainer, device: torch.device) -> torch.dtype:
+    """Return the dtype of the learner's weights on a device."""
     policy = module.policy
-    in_fp32 = trainer.strategy.root_device.type == "cpu" or isinstance(trainer.strategy, ShardedStrategy)
+    in_fp32 = device.type == "cpu" or isinstance(trainer.strategy, ShardedStrategy)
     own = getattr(policy.config, "dtype", None) or torch.float32
     dtype = DTYPES.get(policy.dtype, torch.float32 if in_fp32 else own)
-    dtype = TRUE_PRECISIONS.get(str(trainer.precision), dtype)
+    return TRUE_PRECISIONS.get(str(trainer.precision), dtype)
+
+
+def spec_of(trainer: Trainer) -> SamplerSpec:
+    """Return the spec of the run's sampler."""
+    return next(one.publisher.spec for one in trainer.callbacks if isinstance(one, WeightPublisher))  # pyright: ignore
+
+
+def tensors(module: GRPOModule, trainer: Trainer, device: torch.device) -> Tensors:
+    """Return the parameters that the run would have on a device; the model is built without weights."""
+    policy = module.policy
     kept = policy.random_weights, policy.packed_format
     policy.random_weights, policy.packed_format = True, None
     try:
@@ -176,11 +237,13 @@ def tensors(module: GRPOModule, trainer: Trainer) -> Tensors:
         trained=trained,
         adapter=trained if policy.lora is not None else set(),
         quantizable={name for name, one in named.items() if id(one) in matrices},
-        dtype=dtype,
+        dtype=dtype_of(module, trainer, device),
     )
 
 
-def parts(trainer: Trainer, module: GRPOModule, data: RolloutDataModule, learner: Tensors) -> list[Part]:
+def parts(
+    trainer: Trainer, module: GRPOModule, data: RolloutDataModule, learner: Tensors, target: Target
+) -> list[Part]:
     """Return the memory of a run, part by part.
 
     Args:
@@ -188,6 +251,7 @@ def parts(trainer: Trainer, module: GRPOModule, data: RolloutDataModule, learner
         module: that is trained.
         data: with the engine.
         learner: the parameters that the run would have.
+        target: where they would be.
     """
     plugin, item = trainer.precision_plugin, learner.dtype.itemsize
     name = str(learner.dtype).removeprefix("torch.")
@@ -202,7 +266,6 @@ def parts(trainer: Trainer, module: GRPOModule, data: RolloutDataModule, learner
     step = max(item, 4) if learner.adapter else item  # an adapter's own weights stay fp32 over a base of 16 bits
     exact = f"float{8 * step}"
     masters = getattr(module, "master_weights", False) and step < 4
-    spec: SamplerSpec = next(one.publisher.spec for one in trainer.callbacks if isinstance(one, WeightPublisher))  # pyright: ignore
     learners = [
         Part("weights", weights, held),
         Part("adapters", learner.count(learner.adapter) * step, exact if learner.adapter else "none"),
@@ -211,7 +274,7 @@ def parts(trainer: Trainer, module: GRPOModule, data: RolloutDataModule, learner
         optimizer_states(module, learner, torch.float32 if masters or step > item else learner.dtype),
         Part(
             "reference",
-            *reference(module, weights),
+            *reference(module, weights, target.device),
         ),
     ]
     if isinstance(trainer.strategy, ShardedStrategy):
@@ -223,13 +286,13 @@ def parts(trainer: Trainer, module: GRPOModule, data: RolloutDataModule, learner
             learners[0] = Part("weights", whole, f"{held}, the codes whole, the rest 1 of {ranks} parts")
     return [
         *learners,
-        *engine_parts(data, spec, learner, module.policy.config.get_text_config(), trainer.strategy.root_device),
-        logits(data, module.policy.config.get_text_config(), trainer.strategy.root_device),
+        *engine_parts(data, spec_of(trainer), learner, module.policy.config.get_text_config(), target),
+        logits(data, module.policy.config.get_text_config(), target.device),
         *([routes(data, module.policy.network)] if replayed_level(trainer) else []),
     ]
 
 
-def reference(module: GRPOModule, weights: float) -> tuple[float, str]:
+def reference(module: GRPOModule, weights: float, device: torch.device) -> tuple[float, str]:
     """Return the bytes of the KL's reference, and what it is; `weights` are those of a copy of the learner."""
     policy = module.policy
     if not module.objective.kl_coefficient:
@@ -237,7 +300,7 @@ def reference(module: GRPOModule, weights: float) -> tuple[float, str]:
     if policy.reference_config is not None:
         with torch.device("meta"):
             other = AutoModelForCausalLM.from_config(policy.reference_config)
-        item = 4 if policy.dtype == "fp32" or module.trainer.strategy.root_device.type == "cpu" else 2
+        item = 4 if policy.dtype == "fp32" or device.type == "cpu" else 2
         return sum(one.numel() for one in other.parameters()) * item, "another model"
     return (weights, "a frozen copy, for the KL penalty") if policy.lora is None else (0, "the adapter's base")
 
@@ -264,10 +327,10 @@ def optimizer_states(module: GRPOModule, learner: Tensors, dtype: torch.dtype) -
 
 
 def engine_parts(
-    data: RolloutDataModule, spec: SamplerSpec, learner: Tensors, config: Any, device: torch.device
+    data: RolloutDataModule, spec: SamplerSpec, learner: Tensors, config: Any, target: Target
 ) -> Iterator[Part]:
     """Yield the memory of the sampler's weights and of its key-value cache, where the learner's device has them."""
-    engine, format = data.engine, spec.format
+    engine, format, (device, total) = data.engine, spec.format, target
     if isinstance(engine, RemoteVLLMEngine):
         return
     plain = learner.dtype
@@ -293,10 +356,10 @@ def engine_parts(
     if isinstance(engine, VLLMEngine) and engine.tensor_parallel_size > 1:
         size /= engine.tensor_parallel_size
         note += f", 1 of {engine.tensor_parallel_size} parts"
-    if isinstance(engine, VLLMEngine) and device.type == "cuda":
-        share = engine.gpu_memory_utilization
-        total = torch.cuda.get_device_properties(device).total_memory
-        note += f", inside the engine's {share:g} of the GPU: {share * total / GIB:.1f} GiB"
+    share = engine.gpu_memory_utilization * total if isinstance(engine, VLLMEngine) and total else None
+    if share is not None:
+        note += f", inside the engine's {share / GIB:.1f} GiB of the GPU"
+    weights = size
     yield Part("sampler's weights", size, note)
     cast = engine.autocast_of(spec, format) if isinstance(engine, EmbeddedSampler) else None
     if cast not in (None, plain):
@@ -326,6 +389,12 @@ def engine_parts(
         return
     if isinstance(engine, VLLMEngine) and engine.kv_cache_gib is not None:
         yield Part("KV cache", engine.kv_cache_gib * GIB, "data.engine.kv_cache_gib")
+        return
+    if isinstance(engine, VLLMEngine) and share is not None:
+        drawn = engine._arguments["max_num_seqs"]
+        reserved = whole / rows * drawn / engine.tensor_parallel_size
+        note = f"what vLLM reserves: {drawn} sequences of {tokens} tokens, or the rest of its share"
+        yield Part("KV cache", min(reserved, max(USED * share - weights, 0)), note)
         return
     yield Part("KV cache", whole, f"{rows} sequences of {tokens} tokens at once, at most")
 
@@ -408,19 +477,36 @@ def check_disk(table: Sequence[Part], room: int, folder: Path) -> None:
         )
 
 
-def check_memory(table: Sequence[Part], trainer: Trainer) -> None:
-    """Raise `ConfigError` where the learner alone is more than its GPU holds, without engine and activations."""
-    device, strategy = trainer.strategy.root_device, trainer.strategy
-    if device.type != "cuda" or getattr(strategy, "offload", False):
-        return
-    total = torch.cuda.get_device_properties(device).total_memory
-    held = [part for part in table if part.name in LEARNERS and part.size == part.size]
+def at_a_time(table: Sequence[Part], trainer: Trainer) -> list[Part]:
+    """Return the parts that lie on the device together, of a strategy that takes turns in the phase with most bytes."""
+    strategy: Any = trainer.strategy
+    away = [LEARNERS if getattr(strategy, "offload", False) else ()]
+    if isinstance(strategy, ColocatedStrategy):
+        states = ("optimizer states",) if strategy.offload_optimizer else ()
+        away = [("gradients", "logits", *states), SAMPLERS]
+    known = [part for part in table if part.size == part.size]
+    phases = ([part for part in known if part.name not in gone] for gone in away)
+    return max(phases, key=lambda phase: sum(part.size for part in phase))
+
+
+def room_left(table: Sequence[Part], trainer: Trainer, total: float) -> str:
+    """Return how much of a GPU's bytes the parts leave, as a sentence."""
+    left = total - sum(part.size for part in at_a_time(table, trainer))
+    amount, page = _amount(abs(left)).strip(), shipped("docs/one_gpu.md")
+    if left < 0:
+        return f"That is {amount} more than the GPU's {_amount(total).strip()}: {page} says what takes less."
+    return f"Of the GPU's {_amount(total).strip()} this leaves them {amount}; {page} says how much runs took."
+
+
+def check_memory(table: Sequence[Part], trainer: Trainer, total: float) -> None:
+    """Raise `ConfigError` where what cannot be less is more than the GPU holds, without cache and activations."""
+    held = at_a_time([part for part in table if part.name not in ELASTIC], trainer)
     need = sum(part.size for part in held)
     if need > total:
         largest = max(held, key=lambda part: part.size)
         raise ConfigError(
-            "The learner does not fit its GPU.",
-            expected=f"at most {_amount(total).strip()}, of which the engine and activations take a part too",
+            "The run does not fit its GPU.",
+            expected=f"at most {_amount(total).strip()}, of which cache and activations take a part too",
             given=f"{_amount(need).strip()} on each of {trainer.world_size}, {_amount(largest.size).strip()} of it "
             f"{largest.name}",
             remedy="Set trainer.strategy to ShardedStrategy over more GPUs, or with offload: true; or train an adapter "

@@ -328,7 +328,7 @@ def _where(run_folder: str | Path, not_finite: bool = False) -> str:
 
 CLIP, KL = "model.objective.init_args.clip_", "model.objective.init_args.kl_coefficient"
 MODEL, ROWS, ENGINE = "model.policy.init_args.model", "data.task.init_args.path", "data.engine.init_args."
-RATE = "model.optimizer.init_args.lr"
+RATE, REDUCTION = "model.optimizer.init_args.lr", "model.objective.init_args.reduction"
 ITERATIONS = "trainer.max_epochs, which counts iterations"
 CORRECTION = "trainer.callbacks: configs/correction has files to add with --config"
 
@@ -344,7 +344,8 @@ OTHER_NAMES = {
     "gradient_checkpointing": "model.policy.init_args.gradient_checkpointing",
     "greedy": "data.evaluation_greedy",
     "learning_rate": RATE,
-    "loss_type": "model.objective: GRPO, DrGRPO and the others of configs/objective",
+    "loss_type": f"{REDUCTION}: token for dapo, sequence for grpo. Others are classes: model.objective is DrGRPO for "
+    "dr_grpo, CISPO for cispo, SAPO for sapo",
     "lr_scheduler_type": "model.lr_schedule",
     "mask_truncated_completions": "model.objective.init_args.mask_truncated",
     "max_completion_length": "data.max_completion_tokens",
@@ -382,7 +383,8 @@ OTHER_NAMES = {
     "grad_clip": "trainer.gradient_clip_val",
     "kl_coef": KL,
     "kl_loss_coef": KL,
-    "loss_agg_mode": "model.objective.init_args.reduction",
+    "loss_agg_mode": f"{REDUCTION}: token for token-mean, sequence for seq-mean-token-mean, sequence_sum for "
+    "seq-mean-token-sum, constant for seq-mean-token-sum-norm",
     "max_response_length": "data.max_completion_tokens",
     "model.path": MODEL,
     "norm_adv_by_std_in_grpo": "model.objective.init_args.scale",

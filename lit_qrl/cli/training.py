@@ -152,7 +152,8 @@ class QRLCLI(LightningCLI):
     lock: RunLock
     parts: ExitStack
     """What lasts as long as the command."""
-    dry_run: bool
+    dry_run: bool | float
+    """Whether nothing is loaded, or the GiB of the GPU that is judged for."""
     absent: list[Path]
     folder: Path | None
     """Of the run, once it is known."""
@@ -208,8 +209,12 @@ class QRLCLI(LightningCLI):
         if self.arguments[0] == "fit":
             parser.add_argument(
                 "--dry_run",
-                action="store_true",
-                help="Check everything, print memory by part and the first prompts, and load no weights.",
+                type=bool | float,
+                nargs="?",
+                const=True,
+                default=False,
+                help="Check everything, print memory by part and the first prompts, and load no weights; a number "
+                "judges memory for a GPU of so many GiB instead of this host's device.",
             )
         parser.set_defaults({"model.objective": {"class_path": "GRPO"}})
         source, target = "data.micro_batches", "trainer.accumulate_grad_batches"
@@ -249,10 +254,19 @@ class QRLCLI(LightningCLI):
     def _parse_ckpt_path(self) -> None:
         """Leave the configuration alone: the YAML is the record of a run, not the checkpoint."""
 
+    @property
+    def gib(self) -> float | None:
+        """Size of the GPU that a dry run judges for; None is this host's device."""
+        return None if isinstance(self.dry_run, bool) else self.dry_run
+
     def before_instantiate_classes(self) -> None:
         """Choose the run folder and the checkpoint before anything is built."""
         config, command = self.config[str(self.subcommand)], str(self.subcommand)
-        self.dry_run = bool(config.pop("dry_run", False))
+        self.dry_run = config.pop("dry_run", False)
+        if self.gib is not None and not self.gib > 0:
+            raise ConfigError("--dry_run is for no GPU.", expected="its size in GiB, such as 80", given=self.gib)
+        if self.gib is not None and not torch.cuda.is_available():
+            config.trainer.accelerator = "cpu"
         requested, if_possible = config.get("ckpt_path"), bool(config.get("resume_if_possible"))
         last = requested == "last" or (requested is None and if_possible)
         drop_loftq(config.model.get("policy"))
@@ -337,7 +351,7 @@ class QRLCLI(LightningCLI):
         say(self.model.policy.ending)
         try:
             if self.dry_run:
-                dry_run(self.trainer, self.model, self.datamodule)
+                dry_run(self.trainer, self.model, self.datamodule, self.gib)
             else:
                 super()._run_subcommand(subcommand)
                 if tells and (lines := told(self.trainer.callback_metrics)):

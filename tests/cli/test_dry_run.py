@@ -17,6 +17,7 @@ from lit_qrl.policy import CausalPolicy
 from lit_qrl.quantize import quantize_checkpoint
 from lit_qrl.rollout import TransformersEngine, VLLMEngine
 from lit_qrl.rollout.engine import SamplerSpec
+from lit_qrl.strategies.colocated import ColocatedStrategy
 from lit_qrl.strategies.peers import Peers
 from tests.command_line import build_once
 
@@ -290,7 +291,7 @@ def test_recorded_steps_are_told_and_bound_the_rows(device, options, rows):
     config = SimpleNamespace(
         num_hidden_layers=2, num_key_value_heads=2, head_dim=8, num_attention_heads=4, hidden_size=32, vocab_size=100
     )
-    parts = list(dry.engine_parts(data, SamplerSpec(), learner, config, torch.device(device)))
+    parts = list(dry.engine_parts(data, SamplerSpec(), learner, config, dry.Target(torch.device(device))))
     sizes = {part.name: part.size for part in parts}
     assert sizes["KV cache"] == 2 * 2 * 2 * 8 * 2 * 24 * rows
     if device == "cuda" and options["cuda_graphs"]:
@@ -307,7 +308,7 @@ def test_of_an_engine_of_several_processes_each_has_its_part():
     found = {}
     for parts in (1, 2):
         data = SimpleNamespace(engine=VLLMEngine(tensor_parallel_size=parts), **sizes)
-        made = dry.engine_parts(data, SamplerSpec(), learner, config, torch.device("cpu"))
+        made = dry.engine_parts(data, SamplerSpec(), learner, config, dry.Target(torch.device("cpu")))
         found[parts] = {part.name: part for part in made}
     assert found[1]["sampler's weights"].size == 2 * (64 * 64 + 64)
     assert found[2]["sampler's weights"].size == 64 * 64 + 64
@@ -315,30 +316,70 @@ def test_of_an_engine_of_several_processes_each_has_its_part():
     assert found[2]["KV cache"] == found[1]["KV cache"]  # half of each token's, of twice as many sequences
 
 
-@pytest.mark.parametrize(("offload", "total"), [(False, 2**30), (False, 100 * 2**30), (True, 2**30)])
-def test_a_learner_that_its_gpu_does_not_hold_is_refused_with_what_is_largest(monkeypatch, offload, total):
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=total))
-    strategy = SimpleNamespace(root_device=torch.device("cuda", 0), offload=offload)
-    trainer = SimpleNamespace(strategy=strategy, world_size=2)
+@pytest.mark.parametrize(("offload", "gib"), [(False, 1), (False, 100), (True, 1)])
+def test_a_run_that_its_gpu_does_not_hold_is_refused_with_what_is_largest(offload, gib):
+    trainer = SimpleNamespace(strategy=SimpleNamespace(offload=offload), world_size=2)
     parts = {"weights": 4, "gradients": 4, "optimizer states": 8, "reference": 0, "KV cache": 500, "adapters": 0}
     table = [dry.Part(name, size * 2**30) for name, size in parts.items()]
-    if offload or total > 16 * 2**30:
-        dry.check_memory(table, trainer)
+    if offload or gib > 16:
+        dry.check_memory(table, trainer, gib * 2**30)
         return
     with pytest.raises(ConfigError, match=r"does not fit its GPU.* 16\.00 GiB on each of 2, 8\.00 GiB of it opt"):
-        dry.check_memory(table, trainer)
+        dry.check_memory(table, trainer, gib * 2**30)
+
+
+def test_of_learner_and_engine_in_turns_the_larger_phase_counts():
+    table = [dry.Part("weights", 2), dry.Part("optimizer states", 4), dry.Part("KV cache", 7), dry.Part("logits", 1)]
+    for offload, most in ((False, 13), (True, 9)):
+        trainer = SimpleNamespace(strategy=ColocatedStrategy(offload))
+        assert sum(part.size for part in dry.at_a_time(table, trainer)) == most
+
+
+def test_memory_is_judged_for_a_gpu_that_is_not_here(run):
+    vllm = ("--data.engine", "VLLMEngine", "--trainer.accelerator", "gpu", "--trainer.precision", "bf16-true")
+    status, sizes, text = run("--dry_run", "80", *vllm, "--publisher.format", "fp8_row", dry=False)
+    assert (status, sizes["weights"]) == (0, 2 * 987_776), text
+    assert "Of the GPU's 80.00 GiB this leaves them 7" in text
+    assert text.endswith("The configuration can be run; memory was judged for a GPU of 80 GiB.")
+    status, _, text = run("--dry_run", "0.005", "--trainer.accelerator", "gpu", dry=False)
+    assert status == 2
+    assert "The run does not fit its GPU. Expected: at most 5.1 MiB" in text
+    assert "more than the GPU's 5.1 MiB" in text
+
+
+ALIGNED = plugin("QATAligned", weights="fp8_row")
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--trainer.precision", "bf16-true"], "off, the learner does not compute in a format that quantizes"),
+        ([*ALIGNED, "--model.policy.dtype", "bf16"], "on, on a GPU of compute capability 9.0"),
+        ([*ALIGNED, "--model.policy.dtype", "fp32"], "cannot be had, the learner's weights are float32"),
+        (
+            [*ALIGNED, "--model.policy.dtype", "bf16", "--model.policy.fuse", "false"],
+            "cannot be had, the learner's norms",
+        ),
+        ([*ALIGNED, "--data.engine.same_kernels", "true"], "on, as it is set"),
+    ],
+)
+def test_what_same_kernels_will_do_is_told_without_a_gpu(run, options, told):
+    status, _, text = run("--data.engine", "VLLMEngine", *options, "--dry_run", "80", dry=False)
+    assert status == 0, text
+    assert f"data.engine.same_kernels: {told}" in text
 
 
 def test_of_several_processes_the_first_one_tells_and_all_go_through_the_same(capsys, monkeypatch):
     """What Lightning asks the others for on the way, such as the number of steps, all of them must answer."""
     done, peers = [], Peers()
-    monkeypatch.setattr(dry, "tensors", lambda module, trainer: done.append("tensors"))
+    monkeypatch.setattr(dry, "tensors", lambda *args: done.append("tensors"))
     monkeypatch.setattr(dry, "without_weights", lambda module, trainer: done.append("without"))
     monkeypatch.setattr(peers, "teardown", lambda *args: done.append("parted"))
     other = SimpleNamespace(
         default_root_dir="gone",
         global_rank=1,
         callbacks=[peers],
+        strategy=SimpleNamespace(root_device=torch.device("cpu")),
         fit=lambda module, datamodule: module.configure_model(),
     )
     dry.dry_run(other, SimpleNamespace(), SimpleNamespace(engine=None))

@@ -181,7 +181,7 @@ class RemoteVLLMEngine(RolloutEngine):
             layers = spec.exclude, spec.quantize_head
             self._folder = folder.model_folder(policy.network, spec.format, *layers, dtype, longest)
         arguments = self.engine.arguments(self._folder, dtype, longest)
-        same_kernels.chosen(self.engine.same_kernels, spec, policy.network, dtype, arguments, apart=True)
+        same_kernels.chosen(self.engine.same_kernels, spec, policy.network, dtype, arguments, same_kernels.APART)
         for server in self.servers:
             environment = environment_of(self.engine.deep_gemm, self.engine.kv_cache_gib) | self._seen(server.address)
             server.arguments, server.environment = [str(self._folder), *flags(arguments)], environment

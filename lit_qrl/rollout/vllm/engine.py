@@ -190,6 +190,7 @@ class VLLMEngine(RolloutEngine):
             check_adapter(spec.adapter, self.max_lora_rank)
         check_processes(self._arguments)
         whole = {name: getattr(self, name) for name in ("batch_invariant", "max_lora_rank", "sleep_level")}
+        whole["same_kernels"] = self.same_kernels is True
         whole["request_seeds: false, or deep_gemm"] = not self.request_seeds or self.deep_gemm
         parallel.check(self.tensor_parallel_size, spec, whole)
         check_installation()
@@ -225,7 +226,8 @@ class VLLMEngine(RolloutEngine):
         if self.batch_invariant:
             same_kernels.check_learner(network, dtype)
         asked = self.batch_invariant or self.same_kernels
-        self.alike = same_kernels.chosen(asked, spec, network, dtype, self._arguments)
+        against = same_kernels.IN_PARTS if self.draws_together else None
+        self.alike = same_kernels.chosen(asked, spec, network, dtype, self._arguments, against)
         if torch.cuda.is_available():
             bits = self.format.bits_per_weight if self.format is not None else 8.0 * dtype.itemsize
             check_device_memory(

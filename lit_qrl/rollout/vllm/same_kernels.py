@@ -54,6 +54,8 @@ ARGUMENTS: Mapping[str, tuple[Any, ...]] = {
 """Arguments of `vllm.LLM` that choose other kernels, and the values that do not."""
 _active = _exact = False
 REMEDY = "Set data.engine.same_kernels to false."
+APART = "vLLM is in a process of its own"
+IN_PARTS = "each process of tensor_parallel_size quantizes and adds its own part of a row"
 REMEDY_EXACT = "Set data.engine.batch_invariant to false, or use TransformersEngine."
 
 
@@ -67,14 +69,20 @@ def exact() -> bool:
     return _exact
 
 
-def check(arguments: Mapping[str, Any]) -> None:
+def helps(spec: "SamplerSpec") -> bool:
+    """Return whether the learner computes in the sampler's format, and that quantizes activations."""
+    return spec.aligned and spec.format is not None and spec.format.quantizes_activations
+
+
+def check(arguments: Mapping[str, Any], here: bool = True) -> None:
     """Raise `ConfigError` where this host has not the kernels, or a setting chooses others.
 
     Args:
         arguments: of `vllm.LLM`.
+        here: look at this host.
     """
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-    if capability != (9, 0):
+    if here and capability != (9, 0):
         raise ConfigError(
             "This host's GPU has not the kernels by which learner and sampler compute alike.",
             expected="compute capability 9.0",
@@ -192,7 +200,7 @@ def chosen(
     network: Any,
     dtype: torch.dtype,
     arguments: Mapping[str, Any],
-    apart: bool = False,
+    against: str | None = None,
 ) -> bool:
     """Return whether an engine computes as the learner does; where it would help and cannot be had, warn.
 
@@ -203,13 +211,13 @@ def chosen(
         network: the learner's model.
         dtype: of activations.
         arguments: of `vllm.LLM`.
-        apart: the engine is in another process.
+        against: why it cannot be, known of the engine.
     """
     if asked != "auto":
         return asked
-    if not (spec.aligned and spec.format is not None and spec.format.quantizes_activations):
+    if spec.format is None or not helps(spec):
         return False
-    why = "vLLM is in a process of its own" if apart else _obstacle(network, dtype, arguments)
+    why = against or _obstacle(network, dtype, arguments)
     if why is not None and torch.cuda.is_available():
         log.warning(
             "Learner and sampler both round activations to %s, but their last bits differ before they do: %s. Such a "
@@ -230,13 +238,33 @@ def chosen(
     return why is None
 
 
-def _obstacle(network: Any, dtype: torch.dtype, arguments: Mapping[str, Any]) -> str | None:
+def foretold(engine: Any, spec: "SamplerSpec", network: Any, apart: bool) -> str:
+    """Return what `chosen` will say on a GPU of compute capability 9.0: on, off, or what stands against it.
+
+    Args:
+        engine: a `VLLMEngine` that is not set up.
+        spec: what is known of the sampler.
+        network: the learner's model as it is on a GPU; its weights need not be there.
+        apart: the engine is in another process.
+    """
+    if engine.batch_invariant:
+        return "on, as batch_invariant asks"
+    if engine.same_kernels != "auto":
+        return "on, as it is set" if engine.same_kernels else "off, as it is set"
+    if not helps(spec):
+        return "off, the learner does not compute in a format that quantizes activations"
+    against = APART if apart else IN_PARTS if engine.draws_together else None
+    why = against or _obstacle(network, engine.choose_dtype(spec, network), engine._arguments, here=False)
+    return f"cannot be had, {why}" if why else "on, on a GPU of compute capability 9.0"
+
+
+def _obstacle(network: Any, dtype: torch.dtype, arguments: Mapping[str, Any], here: bool = True) -> str | None:
     try:
-        check(arguments)
+        check(arguments, here)
         check_decoder(network)
         check_learner(network, dtype)
     except ConfigError as error:
-        return f"{error.what.rstrip('.')} ({error.given})"
+        return f"{error.what.rstrip('.')} ({error.given}; expected: {error.expected})"
     return None
 
 

@@ -48,6 +48,7 @@ def test_what_an_engine_of_several_processes_cannot_be_is_refused(size, given, s
         ({"max_lora_rank": 8}, "max_lora_rank: 8"),
         ({"sleep_level": 1}, "sleep_level: 1"),
         ({"batch_invariant": True}, "batch_invariant: True"),
+        ({"same_kernels": True}, "same_kernels: True"),
     ],
 )
 def test_what_needs_an_engine_whole_is_refused_beside_several_processes(option, named):

@@ -205,8 +205,25 @@ def test_it_is_chosen_where_an_aligned_format_quantizes_activations(monkeypatch,
     wanted = asked == "auto" and changed.keys().isdisjoint({"aligned", "format"})
     assert ("their last bits differ" in caplog.text) is (wanted and not expected)
     if expected and wanted:
-        assert not same_kernels.chosen(asked, spec, network, dtype, {}, apart=True)
+        assert not same_kernels.chosen(asked, spec, network, dtype, {}, same_kernels.APART)
         assert "a process of its own" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "apart", "told"),
+    [
+        ({}, False, "on, on a GPU of compute capability 9.0"),
+        ({}, True, "cannot be had, vLLM is in a process of its own"),
+        ({"tensor_parallel_size": 2}, False, "cannot be had, each process of tensor_parallel_size"),
+        ({"batch_invariant": True}, False, "off, batch_invariant"),
+        ({"same_kernels": False}, False, "off, as it is set"),
+        ({"engine_args": {"attention_backend": "FLASHINFER"}}, False, "cannot be had, The attention of engine_args"),
+    ],
+)
+def test_it_is_foretold_without_a_gpu(options, apart, told):
+    config = _Config(model_type="qwen2", head_dim=64, _attn_implementation=ATTENTION)
+    spec = SamplerSpec(format=FP8Row(), aligned=True)
+    assert same_kernels.foretold(VLLMEngine(**options), spec, model(config), apart).startswith(told)
 
 
 def test_another_version_of_vllm_is_said(monkeypatch, caplog):
