@@ -2,7 +2,7 @@
 
     python benchmarks/on_policy.py --model FOLDER --data FOLDER
     python benchmarks/on_policy.py --arms bf16 fp8_row/aligned --iterations 100 --set --data.max_completion_tokens 400
-    python benchmarks/on_policy.py --out docs/figures/on_policy --draw docs/figures/on_policy.png
+    python benchmarks/on_policy.py --out docs/figures/on_policy/long --draw docs/figures/on_policy.png
 
 Each run is `lit-qrl fit --config configs/real/gsm8k.yaml` in a process of its own, 16 prompts × 8 completions of at
 most 300 tokens. An arm is a format, then what computes the learner: nothing (bf16), `aligned` (`QATAligned`) or
@@ -103,7 +103,7 @@ def draw(out: Path, target: Path) -> None:
     figure, axis = plt.subplots(figsize=(7.2, 3.4), layout="constrained")
     for number, arm in enumerate(one for one in ARMS if any(row["arm"] == one for row in rows)):
         kl = [float(row["KL"]) for row in rows if row["arm"] == arm]
-        axis.semilogy(range(1, len(kl) + 1), kl, marker="o", markersize=3, color=f"C{number}", label=ARMS[arm])
+        axis.semilogy(range(1, len(kl) + 1), kl, "o", markersize=3, color=f"C{number}", label=ARMS[arm])
     axis.set_xlabel("iteration")
     axis.set_ylabel("KL(sampler ‖ learner), nats a token")
     axis.spines[["top", "right"]].set_visible(False)
