@@ -73,6 +73,7 @@ def test_shipped_studies_have_the_arms_of_their_question(study):
     for replayed in ("none", "tis", "ais", "r2", "r3", "r3_ais"):
         assert {f"{replayed}+{x}" for x in ("bf16", "fp8_row", "int4_group", "nvfp4")} <= arms["mixture_study"]
     assert {"aligned+qat_nvfp4", "quickstart+int4_group"} <= arms["mixture_study"]
+    assert {"distillation+none+aligned_int4", "adaptive+tis_2+int4_group", "grpo+none+mxfp8"} <= arms["real_study"]
     for name in STUDIES:
         loaded = study.load(EXAMPLES / name)
         assert loaded.seeds == (3 if name == "real_study" else 5)
