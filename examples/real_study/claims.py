@@ -1,11 +1,13 @@
 """What the runs say of the claims in README.md: seed by seed, with an interval, and Holm's rule within each letter.
 
-    python examples/real_study/claims.py runs/real_study --distilled runs/distilled
+    python examples/real_study/claims.py runs/real_study --distilled runs/distilled --curves curves.csv
 
-Prints a table. A claim that no two seeds have the runs for is "not run".
+Prints a table. A claim that no two seeds have the runs for is "not run". `--curves` writes every row of the runs'
+metrics, and as row `learner` what their last weights reach unquantized.
 """
 
 import argparse
+import csv
 import math
 import sys
 from collections.abc import Callable
@@ -23,6 +25,10 @@ from lit_qrl.report.run import Run  # noqa: E402
 Read = Callable[[Run], float | None]
 """What is taken of a run; None where it is not there."""
 ALPHA = 0.05
+COLUMNS = ("reward/mean", "rollout/stopped", "mismatch/kl_k3", "mismatch/abs_log_ratio", "mismatch/ess_ratio")
+COLUMNS += ("mismatch/weight_cv", "correction/alpha", "val/accuracy", "val/greedy_pass@1", "val/stopped")
+COLUMNS += ("update/entropy", "update/reference_kl", "guard/reverted", "publish/merge_lost")
+"""What is kept of a row."""
 
 
 def sampler(run: Run) -> float | None:
@@ -157,12 +163,29 @@ def table(folder: Path, distilled: Path | None = None) -> list[str]:
     return lines
 
 
+def write_curves(folder: Path, path: Path) -> None:
+    """Write the rows of every run under a folder, with six digits."""
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["arm", "seed", "row", *COLUMNS])
+        for metrics in sorted(folder.glob("*/*/metrics.csv")):
+            after = sorted(metrics.parent.glob("validate/*/metrics.csv"))[-1:]
+            rows = [*enumerate(Run(metrics.parent).rows), *(("learner", Run(one.parent).rows[0]) for one in after)]
+            for number, row in rows:
+                kept = (row.get(name) for name in COLUMNS)
+                told = ["" if value is None else f"{float(value):.6g}" for value in kept]
+                writer.writerow([metrics.parent.parent.name, metrics.parent.name, number, *told])
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="folder of the study's runs")
     parser.add_argument("--distilled", type=Path, help="folder of the runs that began at the trained weights")
+    parser.add_argument("--curves", type=Path, help="where to write the rows of all runs")
     asked = parser.parse_args()
+    if asked.curves:
+        write_curves(asked.folder, asked.curves)
     print("\n".join(table(asked.folder, asked.distilled)))
 
 

@@ -1,3 +1,4 @@
+import csv
 import json
 import math
 import sys
@@ -280,6 +281,12 @@ def test_claims_of_the_real_study_are_tested_over_seeds_and_by_block(study, tmp_
         claims = module("claims")
         rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in claims.table(tmp_path)[2:]]
         assert {claim.arm for claim in claims.CLAIMS} <= set(whole.arms)
+        claims.write_curves(tmp_path, tmp_path / "curves.csv")
+    with (tmp_path / "curves.csv").open(newline="") as file:
+        curves = list(csv.DictReader(file))
+    assert len(curves) == 4 * 3 * 2
+    one = next(row for row in curves if row["arm"] == "grpo+none+bf16" and (row["seed"], row["row"]) == ("1", "1"))
+    assert (one["val/accuracy"], one["mismatch/abs_log_ratio"], one["val/stopped"]) == ("0.31", "0.01", "")
     named = {(row[0], row[1].strip("`")): row[3:] for row in rows}
 
     def two_sided(values):  # Student's t with two degrees of freedom has a closed form
