@@ -167,7 +167,13 @@ WARM_UP = 2
 PHASES = ("publish", "rollout", "wait", "score", "update", "evaluate", "checkpoint", "other")
 PEAK_RATE = 989e12
 """Operations a second of an H200 or H100 in bf16."""
-SHOWN = ("rollout/seconds_ahead", "update/micro_batches", "update/recomputed_layers", "mismatch/kl_k3")
+SHOWN = (
+    "rollout/seconds_ahead",
+    "update/micro_batches",
+    "update/recomputed_layers",
+    "mismatch/kl_k3",
+    "publish/merge_lost",
+)
 """Columns of a row that are shown when it comes, beside the phases' seconds."""
 ENDED: list[int] = []
 """The signal by which somebody asked this process to end."""
@@ -801,7 +807,7 @@ def read_rows(metrics: Path) -> list[dict[str, float]]:
     with metrics.open() as file:
         found = [row for row in csv.DictReader(file) if row.get("time/iteration")]
     kept = ("time/", "mismatch/", "rollout/seconds_ahead", "rollout/length", "publish/bytes", "update/m")
-    kept += ("routing/shared_prompt_tokens", "update/recomputed_layers")
+    kept += ("routing/shared_prompt_tokens", "update/recomputed_layers", "publish/merge_lost")
     return [{key: float(value) for key, value in row.items() if key.startswith(kept) and value} for row in found]
 
 

@@ -17,7 +17,7 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.loop.evaluation import BOUNDS
 from lit_qrl.module import GRPOModule
 from lit_qrl.network import padding_free
-from lit_qrl.objective import DAPO, GRPO, GSPO, DrGRPO
+from lit_qrl.objective import DAPO, GRPO, GSPO, Distillation, DrGRPO
 from lit_qrl.policy import CausalPolicy
 from lit_qrl.precision import QATAligned
 from lit_qrl.rollout.embedded.engine import TransformersEngine
@@ -258,6 +258,17 @@ def test_kl_to_the_reference_and_lora_train(tmp_path):
         fit(tmp_path / name, objective=objective, policy=policy, data={"mini_batches": 2})
         kl = [float(row["update/reference_kl"]) for row in rows_of(tmp_path / name) if row["update/reference_kl"]]
         assert kl[-1] > 0, name
+
+
+def test_a_low_bit_student_is_taught_by_the_plain_weights_that_it_began_with(tmp_path):
+    found = {}
+    for name in ("initial", "named"):
+        policy = {"reference": str(tmp_path / name / "model")} if name == "named" else {}
+        options = {"trainer": {"plugins": QATAligned("int3_channel"), "max_epochs": 6}, "lr": 3e-4}
+        fit(tmp_path / name, format="auto", objective=Distillation(), policy=policy, **options)
+        found[name] = [float(kl) for row in rows_of(tmp_path / name) if (kl := row["update/reference_kl"])]
+    assert found["initial"] == found["named"]
+    assert found["initial"][-1] < 0.8 * found["initial"][0]
 
 
 class Scored(RLCallback):

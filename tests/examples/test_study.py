@@ -1,8 +1,10 @@
+import csv
 import json
 import math
 import sys
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean, stdev
 
 import pytest
 import yaml
@@ -73,6 +75,7 @@ def test_shipped_studies_have_the_arms_of_their_question(study):
     for replayed in ("none", "tis", "ais", "r2", "r3", "r3_ais"):
         assert {f"{replayed}+{x}" for x in ("bf16", "fp8_row", "int4_group", "nvfp4")} <= arms["mixture_study"]
     assert {"aligned+qat_nvfp4", "quickstart+int4_group"} <= arms["mixture_study"]
+    assert {"distillation+none+aligned_int4", "adaptive+tis_2+int4_group", "grpo+none+mxfp8"} <= arms["real_study"]
     for name in STUDIES:
         loaded = study.load(EXAMPLES / name)
         assert loaded.seeds == (3 if name == "real_study" else 5)
@@ -262,3 +265,40 @@ def test_errors_of_single_seeds_are_not_a_number(study):
     assert math.isnan(report.standard_error([1.0]))
     assert report.spread([0.5]) == "0.5"
     assert report.third(report.Series([1, 2, 3, 4, 5, 6], [1.0, 1.0, 2.0, 2.0, 3.0, 4.0]), 2) == 3.5
+
+
+def test_claims_of_the_real_study_are_tested_over_seeds_and_by_block(study, tmp_path):
+    arms = {
+        "grpo+none+bf16": ((0.10, 0.300), (0.11, 0.310), (0.12, 0.320)),
+        "grpo+none+int4_group": ((0.07, 0.205), (0.07, 0.210), (0.07, 0.225)),
+        "grpo+sequence_tis+int4_group": ((0.07, 0.100), (0.07, 0.400), (0.07, 0.200)),
+        "distillation+none+aligned_int4": ((0.07, 0.075), (0.08, 0.085), (0.07, 0.075)),
+    }
+    whole = study.load(EXAMPLES / "real_study")
+    for job in study.plan(whole, tmp_path, list(arms)):
+        fake_run(study, job, arms[job.arm][job.seed])
+    with importing("", "evidence_study", "real_study") as module:
+        claims = module("claims")
+        rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in claims.table(tmp_path)[2:]]
+        assert {claim.arm for claim in claims.CLAIMS} <= set(whole.arms)
+        claims.write_curves(tmp_path, tmp_path / "curves.csv")
+    with (tmp_path / "curves.csv").open(newline="") as file:
+        curves = list(csv.DictReader(file))
+    assert len(curves) == 4 * 3 * 2
+    one = next(row for row in curves if row["arm"] == "grpo+none+bf16" and (row["seed"], row["row"]) == ("1", "1"))
+    assert (one["val/accuracy"], one["mismatch/abs_log_ratio"], one["val/stopped"]) == ("0.31", "0.01", "")
+    named = {(row[0], row[1].strip("`")): row[3:] for row in rows}
+
+    def two_sided(values):  # Student's t with two degrees of freedom has a closed form
+        t = fmean(values) / (stdev(values) / math.sqrt(3))
+        return 1 - abs(t) / math.sqrt(2 + t * t)
+
+    loss = named["A4", "grpo+none+int4_group"]
+    assert (loss[0], loss[1], loss[5]) == ("3", "-0.097", "confirmed")
+    assert float(loss[3]) == pytest.approx(
+        2 * two_sided([-0.095, -0.1, -0.095]), rel=0.02
+    )  # of two of its letter that were run
+    other = named["A4", "grpo+sequence_tis+int4_group"]
+    assert (float(other[3]), other[5]) == (pytest.approx(two_sided([-0.105, 0.19, -0.025]), rel=0.02), "not decided")
+    assert named["D1", "distillation+none+aligned_int4"][1] == "+0.005"
+    assert named["M1", "grpo+none+int4_group+revert"][5] == "not run"

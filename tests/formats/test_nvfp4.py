@@ -4,6 +4,7 @@ import math
 import pytest
 import torch
 
+from examples.evidence_grid.four_bits import NVFP4W4A4
 from lit_qrl.formats import NVFP4
 
 
@@ -77,3 +78,28 @@ def test_four_over_six_errs_less_and_keeps_the_layout():
     assert plain.dequantize(made[better])[3].abs().max() == 0
     stack = better.quantize_stack(torch.stack([weight, 2 * weight]))
     assert torch.equal(stack.codes[0], made[better].codes)
+
+
+def nvfp4_of(token):
+    """A token's numbers after one pass, in blocks of 16 under a scale of its own (QeRL eq. 6), in fp64."""
+    scale_of_all = 448 * 6 / max(map(abs, token))
+    made = []
+    for block in (token[i : i + 16] for i in range(0, len(token), 16)):
+        scale = E4M3[nearest(E4M3, max(map(abs, block)) / 6 * scale_of_all)] / scale_of_all or 0.125 / scale_of_all
+        made += [math.copysign(E2M1[nearest(E2M1, abs(x) / scale)] * scale, x) for x in block]
+    return made
+
+
+@pytest.mark.parametrize(("share", "blocks", "error"), [(0.0, 0, 0.0944), (0.3, 3, 0.0457), (1.0, 8, 0.0086)])
+def test_residual_activation_compensation_is_a_second_pass_over_the_blocks_with_the_largest_error(share, blocks, error):
+    x = torch.randn(5, 128, generator=torch.Generator().manual_seed(0)) * torch.linspace(0.1, 3, 128)
+    made = NVFP4W4A4(residual=share).dequantized_input(x)
+    for token, ours in zip(x.double().tolist(), made, strict=True):
+        once = nvfp4_of(token)
+        left = [a - b for a, b in zip(token, once, strict=True)]
+        largest = sorted(range(8), key=lambda i: -math.hypot(*left[16 * i : 16 * i + 16]))[:blocks]
+        left = [r if i // 16 in largest else 0.0 for i, r in enumerate(left)]
+        twice = nvfp4_of(left) if blocks else left
+        expected = torch.tensor([a + b for a, b in zip(once, twice, strict=True)])
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+    assert float((made - x).norm() / x.norm()) == pytest.approx(error, rel=0.02)
