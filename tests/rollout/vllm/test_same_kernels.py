@@ -217,7 +217,11 @@ def test_it_is_chosen_where_an_aligned_format_quantizes_activations(monkeypatch,
         ({"tensor_parallel_size": 2}, False, "cannot be had, each process of tensor_parallel_size"),
         ({"batch_invariant": True}, False, "on, as batch_invariant asks"),
         ({"same_kernels": False}, False, "off, as it is set"),
-        ({"engine_args": {"attention_backend": "FLASHINFER"}}, False, "cannot be had, An argument of data.engine.engine_args"),
+        (
+            {"engine_args": {"attention_backend": "FLASHINFER"}},
+            False,
+            "cannot be had, An argument of data.engine.engine_args",
+        ),
     ],
 )
 def test_it_is_foretold_without_a_gpu(options, apart, told):
