@@ -356,7 +356,7 @@ ALIGNED = plugin("QATAligned", weights="fp8_row")
         (["--trainer.precision", "bf16-true"], "off, the learner does not compute in a format that quantizes"),
         (
             [*ALIGNED, "--model.policy.dtype", "bf16"],
-            "cannot be had, This model was not seen to compute alike in vLLM and in the learner (norms over 64 dimensions",
+            "cannot be had, This model was not seen to compute alike in vLLM and in the learner (norms over",
         ),
         ([*ALIGNED, "--data.engine.same_kernels", "true"], "on, as it is set"),
     ],
