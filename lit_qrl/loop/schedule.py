@@ -395,13 +395,11 @@ def schedule_of(schedule: str, max_staleness: int, in_flight: InFlight = "none")
         in_flight: what becomes of keys and values when weights come while completions are drawn.
 
     Raises:
-        ConfigError: for another schedule, or a staleness or updates that do not fit it.
+        ConfigError: for a staleness or updates that do not fit it.
 
     >>> type(schedule_of("on_policy", 1)).__name__, schedule_of("async", 4).staleness
     ('Schedule', 4)
     """
-    if schedule not in ("on_policy", "one_step_off", "async"):
-        raise ConfigError("data.schedule is unknown.", expected="on_policy, one_step_off or async", given=schedule)
     if max_staleness < 1 or (schedule != "async" and max_staleness != 1):
         raise ConfigError(
             "data.max_staleness does not fit data.schedule.",
@@ -409,7 +407,7 @@ def schedule_of(schedule: str, max_staleness: int, in_flight: InFlight = "none")
             given=f"{max_staleness} with {schedule}",
             remedy="Set data.schedule to async, or leave max_staleness out.",
         )
-    if in_flight not in ("none", "keep", "recompute") or (in_flight != "none" and schedule != "async"):
+    if in_flight != "none" and schedule != "async":
         raise ConfigError(
             "data.in_flight_updates does not fit data.schedule.",
             expected="none, or with schedule async keep or recompute",

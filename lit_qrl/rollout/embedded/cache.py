@@ -247,16 +247,10 @@ class CacheScales:
 
     Args:
         dtype: of the cache: `auto` is the model's and has none, `fp8` is E4M3.
-        margin: as `MARGIN`.
-
-    Raises:
-        ConfigError: for another dtype.
     """
 
-    def __init__(self, dtype: CacheDtype, margin: float = MARGIN) -> None:
-        if dtype not in ("auto", "fp8"):
-            raise ConfigError("engine.kv_cache_dtype is unknown.", expected="auto or fp8", given=dtype)
-        self.quantized, self.margin = dtype == "fp8", margin
+    def __init__(self, dtype: CacheDtype) -> None:
+        self.quantized = dtype == "fp8"
         self._rounding: Rounding | None = None
 
     def check(self, invariant: bool) -> None:
@@ -304,4 +298,4 @@ class CacheScales:
         kept: list[tuple[Tensor, Tensor]] = [(layer.keys, layer.values) for layer in cache.layers]  # pyright: ignore
         found = [torch.stack([part.float().masked_fill(filler, 0).abs().amax() for part in pair]) for pair in kept]
         largest = torch.stack(found)
-        return torch.where(largest > 0, largest, 1.0) * (self.margin / E4M3_MAX)
+        return torch.where(largest > 0, largest, 1.0) * (MARGIN / E4M3_MAX)

@@ -83,8 +83,6 @@ class TransformersEngine(EmbeddedSampler):
             raise ConfigError("engine.cache_gigabytes is too small.", expected="above 0", given=cache_gigabytes)
         self.cache_gigabytes = cache_gigabytes
         self.batch_invariant, self._checked = batch_invariant, False
-        if cuda_graphs not in (True, False, "auto"):
-            raise ConfigError("engine.cuda_graphs is unknown.", expected="auto, true, false", given=cuda_graphs)
         self.cuda_graphs: CudaGraphs = cuda_graphs
         self.trust, self.continuous = Trust(), False
         self.kv_cache_dtype, self.cache_scales = kv_cache_dtype, CacheScales(kv_cache_dtype)

@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 from lit_qrl.errors import nearest
 from lit_qrl.formats.base import NumberFormat
-from lit_qrl.network.adapters import check_separable
 from lit_qrl.network.attention import takes_registered
 from lit_qrl.network.expert_list import ExpertList
 from lit_qrl.network.experts import ExpertStack, expert_stacks
@@ -274,7 +273,6 @@ class EmbeddedAdapter:
     """
 
     def __init__(self, modules: Modules, config: Any) -> None:
-        check_separable(config)
         self.modules, self.config = modules, config
         self._hooks: list[Any] = []
 

@@ -671,6 +671,8 @@ def reloading(model: nn.Module, config: Any) -> ExitStack:
 
     with ExitStack() as begun:
         begun.enter_context(without_adapters(model))
+        if not torch.cuda.is_available():
+            forget_kernels(model)
         reload.initialize_layerwise_reload(model)
         begun.callback(_follow_convolutions, model)
         begun.callback(reload.finalize_layerwise_reload, model, config.model_config)

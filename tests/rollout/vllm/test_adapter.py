@@ -17,8 +17,8 @@ def test_adapter_limits_are_checked():
     check_adapter(LoraConfig(r=16, target_modules=["q_proj"]), 16)
     with pytest.raises(ConfigError, match=r"at least 20\. Given: 16\. Set it to 32"):
         check_adapter(LoraConfig(r=20, target_modules=["q_proj"]), 16)
-    with pytest.raises(ConfigError, match="use_dora"):
-        check_adapter(LoraConfig(r=8, use_dora=True, target_modules=["q_proj"]), 16)
+    with pytest.raises(ConfigError, match="alpha_pattern"):
+        check_adapter(LoraConfig(r=8, alpha_pattern={"q_proj": 4}, target_modules=["q_proj"]), 16)
 
 
 RANK, ROOM, WIDTH = 2, 8, 6
