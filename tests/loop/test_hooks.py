@@ -2,25 +2,8 @@ from types import SimpleNamespace
 
 import torch
 
-from lit_qrl.loop.hooks import RLCallback, corrected, overrides, rl_callbacks, trainer_all_reduce
-from lit_qrl.types import Correction, no_all_reduce
-from tests.callbacks.corrections import context
-
-
-class Half(RLCallback):
-    def correct(self, trainer, module, context):
-        return Correction(weights=torch.full_like(context.log_ratio, 0.5))
-
-
-def test_hooks_default_to_nothing():
-    callback, tensor = RLCallback(), torch.ones(2)
-    assert callback.on_publish(None, None, "x", tensor) is tensor
-    assert callback.correct(None, None, context()) is None
-    assert not overrides(callback, "correct")
-    assert overrides(Half(), "correct")
-    assert list(rl_callbacks(SimpleNamespace(callbacks=[object(), callback]))) == [callback]
-    assert not corrected(SimpleNamespace(callbacks=[callback]))
-    assert corrected(SimpleNamespace(callbacks=[callback, Half()]))
+from lit_qrl.loop.hooks import trainer_all_reduce
+from lit_qrl.types import no_all_reduce
 
 
 def test_trainer_all_reduce_asks_the_strategy():
