@@ -1,4 +1,4 @@
-"""Policies of other kernels than the project's own, Liger's and torch's compiler; for `iteration.py` and `passes.py`."""
+"""Policies with other kernels than the project's own: Liger's, torch's compiler's; for two benchmarks."""
 
 from typing import Any
 from unittest.mock import patch

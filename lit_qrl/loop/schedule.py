@@ -20,7 +20,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import fields
 from functools import cache, partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -165,7 +165,8 @@ class RolloutPrefetcher(Schedule):
         if not self.in_flight:
             return Counter({taken.iteration - taken.weights: sum(len(one.token_ids) for one in completions)})
         found: Counter[int] = Counter()
-        for version, count in Counter(version for one in completions for version in versions_of(one)).items():
+        drawn = (one.versions or [one.version] * len(one.token_ids) for one in completions)
+        for version, count in Counter(chain.from_iterable(drawn)).items():
             found[taken.iteration - self.weights_of[version]] += count
         return found
 
@@ -353,15 +354,6 @@ def note_staleness(learner: Learner, measure: Callable[[], Tensor | None]) -> No
     if moved is not None:
         learner.iteration.metrics.values("mismatch/staleness_abs", moved.abs())
         learner.iteration.metrics.values("mismatch/staleness_kl", k3_divergence(moved))
-
-
-def versions_of(completion: Completion) -> list[int]:
-    """Return the version of the weights that drew each token.
-
-    >>> versions_of(Completion(token_ids=[5, 6], logprobs=[-1.0, -2.0], finish_reason="stop", version=3))
-    [3, 3]
-    """
-    return completion.versions or [completion.version] * len(completion.token_ids)
 
 
 LISTS = {"token_ids": torch.long, "logprobs": torch.float64, "versions": torch.long}

@@ -15,7 +15,7 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.formats.kernels import dispatch
 from lit_qrl.formats.numerics import E4M3_MAX, round_e4m3
 from lit_qrl.network.autocast import autocast_input
-from lit_qrl.network.structure import body, cached, cached_numbers
+from lit_qrl.network.structure import body, cached
 
 CacheDtype = Literal["auto", "fp8"]
 MARGIN = 2.0
@@ -211,11 +211,6 @@ class SlotCache(RoundedCache):
                     else:
                         taken = source[sources[:, None], :, columns].transpose(1, 2).masked_fill(empty, 0)
                     target[:, :, :ends].index_copy_(0, targets, taken)
-
-    @staticmethod
-    def bytes_per_token(config: Any, dtype: torch.dtype) -> int:
-        """Return the bytes that one token of one sequence takes in all layers."""
-        return cached_numbers(config) * dtype.itemsize
 
 
 @dataclass(slots=True)

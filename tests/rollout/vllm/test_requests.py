@@ -8,7 +8,6 @@ import torch
 
 from lit_qrl.data.environment import MultiTurnTask
 from lit_qrl.loop.turns import Conversations
-from lit_qrl.rollout.vllm import requests
 from lit_qrl.rollout.vllm.requests import (
     SEED_RANGE,
     Routed,
@@ -83,14 +82,6 @@ def test_numbers_of_many_experts_take_two_bytes():
     got = routes_read(np.array([[[255, 0]]], np.uint8), experts=256, layers=(0,), prompt=0)
     assert got.dtype == torch.int16
     assert got[:, 0].tolist() == [[255, 0], [32767, 32767]]
-
-
-def test_a_completion_s_seed_comes_from_the_number_of_its_prompt_wherever_it_is_asked_for(monkeypatch):
-    monkeypatch.setattr(requests, "drawing", lambda sampling, seed, kept: seed)
-    whole = requests.drawings(None, [(prompt, sample) for prompt in range(4) for sample in range(3)], seed=5)
-    part = requests.drawings(None, [(prompt, sample) for prompt in (1, 3) for sample in range(3)], seed=5)
-    assert part == [*whole[3:6], *whole[9:12]]
-    assert requests.drawings(None, [(0, 0)], seed=None) == [None]
 
 
 @pytest.mark.parametrize("connector", [False, True])
