@@ -142,14 +142,6 @@ def test_batches_of_any_size_draw_the_same_tokens(network, limit):
         torch.testing.assert_close(torch.tensor(left.logprobs), torch.tensor(right.logprobs), atol=1e-5, rtol=0)
 
 
-def test_a_shared_prompt_draws_what_separate_prompts_draw(network):
-    engine = engine_of(network)
-    sampling = SamplingParams(max_tokens=12, temperature=0, stop_token_ids=(EOS,))
-    shared = engine.generate(PROMPTS, 3, seed=0, sampling=sampling)
-    separate = engine.generate([p for p in PROMPTS for _ in range(3)], 1, seed=0, sampling=sampling)
-    assert [c.token_ids for c in shared] == [c.token_ids for c in separate]
-
-
 def test_long_prompts_are_prefilled_in_parts(network, monkeypatch):
     whole = engine_of(network).generate(PROMPTS, 4, seed=2)
     monkeypatch.setattr("lit_qrl.rollout.embedded.decode.PREFILL_TOKENS", 6)
@@ -181,31 +173,6 @@ def test_greedy_takes_the_likeliest_token(network):
     for prompt, completion in zip(PROMPTS, completions, strict=True):
         assert full_forward(network, prompt, completion).argmax(-1).tolist() == completion.token_ids
     check_log_probs(network, PROMPTS, completions, 1)
-
-
-def test_truncated_sampling_renormalises(network):
-    sampling = SamplingParams(max_tokens=8, temperature=1.5, top_p=0.8, top_k=10, stop_token_ids=(EOS,))
-    completions = engine_of(network).generate(PROMPTS, 8, seed=0, sampling=sampling)
-    for index, completion in enumerate(completions):
-        rows = full_forward(network, PROMPTS[index // 8], completion, 1.5)
-        for row, token, logprob in zip(rows, completion.token_ids, completion.logprobs, strict=True):
-            best = row.exp().topk(10)
-            share = best.values / best.values.sum()
-            kept = int((share.cumsum(0) - share < 0.8).sum())
-            words = best.indices[:kept].tolist()
-            assert token in words
-            assert logprob == pytest.approx((row[token] - row[words].logsumexp(0)).item(), abs=1e-5)
-
-
-def test_score_matches_the_full_forward_and_the_decode(network):
-    engine = engine_of(network)
-    completions = engine.generate(PROMPTS, 2, seed=0)
-    sequences = [PROMPTS[i // 2] + completion.token_ids for i, completion in enumerate(completions)]
-    for index, (scores, completion) in enumerate(zip(engine.score(sequences), completions, strict=True)):
-        start = len(PROMPTS[index // 2]) - 1
-        assert scores.dtype == torch.float32
-        assert len(scores) == len(sequences[index]) - 1
-        torch.testing.assert_close(scores[start:], torch.tensor(completion.logprobs), atol=1e-5, rtol=0)
 
 
 def test_bf16_engine(network):
