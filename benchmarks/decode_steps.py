@@ -78,7 +78,7 @@ def _begin(bench: Any, batch: int, seeds: bool, logprobs: bool) -> list[str]:
     from lit_qrl.types import SamplingParams
 
     sampling = SamplingParams(max_tokens=bench.args.completion, ignore_stop=True)
-    params = requests.drawings(sampling, [(i, 0) for i in range(batch)], 7 if seeds else None)
+    params = [requests.drawing(sampling, requests.request_seed(7, i, 0) if seeds else None) for i in range(batch)]
     if not logprobs:
         for one in params:
             one.logprobs = None

@@ -159,7 +159,7 @@ PACKED = ("nvfp4", "int4_group")
 LEARNERS: dict[str, dict[str, Any]] = {
     "ours": {},
     "liger": {"class_path": "liger_policy.LigerPolicy"},
-    "compiled": {"init_args": {"compile": True}},
+    "compiled": {"class_path": "liger_policy.CompiledPolicy"},
     "plain": {"init_args": {"fuse": False}},
 }
 RECOMPUTED = {"auto": "auto", "all": True, "none": False}

@@ -1,7 +1,13 @@
-"""A policy whose norms, gated MLPs and rotary embeddings are Liger's, beside the project's own; for `iteration.py`."""
+"""Policies with other kernels than the project's own: Liger's, torch's compiler's; for two benchmarks."""
 
 from typing import Any
+from unittest.mock import patch
 
+import torch
+from transformers import AttentionInterface
+
+from lit_qrl.network.padding_free import ATTENTION, attend
+from lit_qrl.network.structure import decoder_layers
 from lit_qrl.policy import CausalPolicy
 
 
@@ -25,3 +31,18 @@ class LigerPolicy(CausalPolicy):
         losses = {"cross_entropy": False, "fused_linear_cross_entropy": False}
         kind = self.network.config.model_type
         getattr(monkey_patch, f"apply_liger_kernel_to_{kind}")(model=self.network, **losses)
+
+
+class CompiledPolicy(CausalPolicy):
+    """`CausalPolicy` whose decoder layers torch compiles, each at its first call.
+
+    Attention over the rows of a layout stays as it is: its number of calls follows from the completions' lengths.
+    """
+
+    def configure(self) -> None:
+        """Build the network, whose layers stay apart from each other, and let torch compile them."""
+        with patch("lit_qrl.policy.join_layers"):
+            super().configure()
+        AttentionInterface.register(ATTENTION, torch.compiler.disable(attend))
+        for layer in decoder_layers(self.network)[1]:
+            layer.compile(dynamic=True)

@@ -47,6 +47,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from iteration import SHAPES  # noqa: E402
+from liger_policy import CompiledPolicy  # noqa: E402
 from qerl import write_model  # noqa: E402
 
 from lit_qrl.loop.batching import assemble  # noqa: E402
@@ -91,14 +92,13 @@ def learner(shape: str, arm: str, folder: Path) -> tuple[CausalPolicy, Any]:
     elif kind == "qat":
         high = rest.endswith("-high")
         plugin = QATAligned(rest.removesuffix("-high"), backward="high_precision" if high else "dequantized")
-    policy = CausalPolicy(
+    policy = (CompiledPolicy if rest == "compiled" else CausalPolicy)(
         str(folder),
         tokenizer=str(folder / "tokenizer"),
         dtype="bf16",
         lora=lora,
         random_weights=True,
         gradient_checkpointing=rest == "checkpoint",
-        compile=rest == "compiled",
     )
     with DEVICE, plugin.module_init_context():
         policy.configure()

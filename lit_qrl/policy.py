@@ -24,7 +24,6 @@ from lit_qrl.functional.vocabulary_kl import vocabulary_kl
 from lit_qrl.network.adapters import check_adapter, merged_weights, starts_from_base, with_adapter
 from lit_qrl.network.attention import implementation
 from lit_qrl.network.chat import chat_ids, turn_ids, with_special_tokens
-from lit_qrl.network.compiled import checked, compile_layers
 from lit_qrl.network.denoising import check_causal
 from lit_qrl.network.folder import (
     FOLDER_REMEDY,
@@ -83,7 +82,7 @@ class CausalPolicy(Described, nn.Module):
         packing: `auto` runs the layers on real tokens only, a group's prompt once, wherever the architecture and the
             attention implementation allow it; `never` keeps padded batches.
         fuse: norms and gated activations in one kernel each: `auto` where there is CUDA and Triton.
-        compile: let torch compile the decoder layers, of all weights trained: the first passes take up to minutes more.
+        compile: only false; earlier configurations have the key.
         head_dtype: `fp32` computes logits, and their gradients, in fp32; `auto` in the dtype of the hidden states.
         reference: reference model of the objective's KL, such as a teacher: name or folder, with the same tokenizer.
             It computes in its plain dtype; None is the initial policy.
@@ -127,7 +126,7 @@ class CausalPolicy(Described, nn.Module):
         revision: str | None = None,
         packing: Literal["auto", "never"] = "auto",
         fuse: Fuse = "auto",
-        compile: bool = False,
+        compile: Literal[False] = False,
         head_dtype: Literal["auto", "fp32"] = "auto",
         dropout: bool = False,
         reference: str | None = None,
@@ -142,7 +141,6 @@ class CausalPolicy(Described, nn.Module):
         self.dtype, self.lora, self.gradient_checkpointing = dtype, lora, gradient_checkpointing
         self.chat_template_args, self.packing, self.random_weights = chat_template_args or {}, packing, random_weights
         self.fuse: Fuse = fuse
-        self.compiles = checked(compile, lora)
         self.head_dtype, self.dropout = DTYPES.get(head_dtype), dropout
         self._hub = {"trust_remote_code": trust_remote_code, "revision": revision or "main"}
         self.config = self._load(AutoConfig, self.source, "config")
@@ -280,10 +278,8 @@ class CausalPolicy(Described, nn.Module):
                 log.warning("lora_dropout is off, as all dropout is; model.policy.dropout: true trains with it.")
         self.model = network
         computes = torch.get_default_device().type != "meta"  # else names and shapes alone are wanted
-        if computes and take_one_pass(self.network, self.fuse) and not self.compiles:
+        if computes and take_one_pass(self.network, self.fuse):
             join_layers(self.network)
-        if self.compiles:
-            compile_layers(self.network)
         check_tied(self.network)
         self.train()
 

@@ -33,12 +33,3 @@ def implementation(config: Any, asked: str | None = None) -> str | None:
             remedy="Leave model.policy.attn_implementation out.",
         )
     return asked or "eager"
-
-
-def takes_registered(network: Any) -> bool:
-    """Return whether a model's layers take an attention out of the library's registry by its name.
-
-    Args:
-        network: a Hugging Face model, or its class.
-    """
-    return bool(getattr(network, "_supports_attention_backend", False))

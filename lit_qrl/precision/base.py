@@ -65,12 +65,6 @@ class QuantizedPrecision(PublishingPrecision):
     def check_policy(self, policy: Any) -> None:
         if getattr(policy, "lora", None) is not None:
             raise self._over_adapter()
-        if getattr(policy, "compiles", False):
-            raise ConfigError(
-                f"Layers of {type(self).__name__} are not compiled: their products and kernels are its own.",
-                given="model.policy.compile: true",
-                remedy="Set it to false.",
-            )
 
     @override
     def check_model(self, network: nn.Module, device: torch.device) -> None:

@@ -70,12 +70,6 @@ class ShardedStrategy(Described, ModelParallelStrategy):
         packed_base: Literal["replicated", "sharded"] = "replicated",
         distributed_checkpoints: bool = False,
     ) -> None:
-        if compute_dtype not in ("fp32", "bf16"):
-            what = "trainer.strategy.compute_dtype is unknown."
-            raise ConfigError(what, expected="fp32 or bf16", given=compute_dtype)
-        if packed_base not in ("replicated", "sharded"):
-            what = "trainer.strategy.packed_base is unknown."
-            raise ConfigError(what, expected="replicated or sharded", given=packed_base)
         super().__init__(
             tensor_parallel_size=1,  # pyright: ignore[reportCallIssue]
             save_distributed_checkpoint=False,  # pyright: ignore[reportCallIssue]

@@ -150,10 +150,6 @@ def test_the_training_forward_gives_what_a_scoring_pass_gives(tmp_path, monkeypa
         assert one[1][name] == pytest.approx(two[1][name], rel=1e-3, abs=1e-5), name
 
 
-def test_a_correction_that_needs_several_micro_batches_still_gets_its_pass(tmp_path, monkeypatch):
-    assert one_update(tmp_path, monkeypatch, [AIS()], GRPO())[2] == 1
-
-
 def test_each_mini_batch_is_corrected_once(tmp_path, monkeypatch):
     for parts in (1, 2):
         ais = AIS()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lit_qrl.loop.schedule import packed, unpacked, versions_of
+from lit_qrl.loop.schedule import packed, unpacked
 from lit_qrl.types import Completion
 
 
@@ -27,10 +27,3 @@ def test_completions_are_packed_and_unpacked(tmp_path, tokens, options):
         setattr(one, name, None)
         setattr(again, name, None)
     assert again == one
-
-
-def test_every_token_has_a_version():
-    two = Completion(token_ids=[4, 5], logprobs=[-1.0, -0.5], finish_reason="stop", version=3, versions=[3, 4])
-    assert versions_of(two) == [3, 4]
-    assert versions_of(two.cut(1)) == [3]
-    assert two.cut(1).versions is None

@@ -32,13 +32,11 @@ def test_updates_in_flight_are_refused_where_bits_must_repeat(monkeypatch):
 @pytest.mark.parametrize(
     ("given", "key"),
     [
-        (("later", 1), r"data\.schedule is unknown"),
         (("async", 0), r"data\.max_staleness does not fit"),
         (("on_policy", 2), r"data\.max_staleness does not fit"),
         (("one_step_off", 2), r"data\.max_staleness does not fit"),
         (("on_policy", 1, "keep"), r"data\.in_flight_updates does not fit data\.schedule"),
         (("one_step_off", 1, "keep"), r"data\.in_flight_updates does not fit data\.schedule"),
-        (("async", 1, "sometimes"), r"data\.in_flight_updates does not fit data\.schedule"),
     ],
 )
 def test_a_schedule_that_does_not_exist_is_refused(given, key):

@@ -1,8 +1,8 @@
 import pytest
-from transformers import AutoModelForCausalLM, Gemma3TextConfig
+from transformers import Gemma3TextConfig
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.network.attention import implementation, takes_registered
+from lit_qrl.network.attention import implementation
 from tests.families.configs import BY_TYPE
 
 
@@ -17,8 +17,3 @@ def test_a_softcap_takes_an_attention_that_has_it():
 def test_other_models_leave_the_choice_to_the_library():
     assert implementation(Gemma3TextConfig()) is None  # the option is there, and null
     assert implementation(Gemma3TextConfig(), "sdpa") == "sdpa"
-
-
-@pytest.mark.parametrize("kind, takes", [("llama", True), ("falcon", False)])
-def test_falcon_chooses_its_attention_by_a_table_of_its_own(kind, takes):
-    assert takes_registered(AutoModelForCausalLM.from_config(BY_TYPE[kind].config())) == takes

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lit_qrl.network.autocast import autocast_input, computing_in
+from lit_qrl.network.autocast import computing_in
 
 
 @pytest.fixture
@@ -60,10 +60,3 @@ def test_no_dtype_is_no_autocast_whatever_the_caller_is_under(network):
     expected = network(x)
     with torch.autocast("cpu", torch.bfloat16), computing_in(network, "cpu", None):
         assert torch.equal(network(x), expected)
-
-
-def test_inputs_are_cast_where_autocast_is_on():
-    x = torch.ones(2)
-    assert autocast_input(x) is x
-    with torch.autocast("cpu", torch.bfloat16):
-        assert autocast_input(x).dtype == torch.bfloat16

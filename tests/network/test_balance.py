@@ -37,18 +37,6 @@ def test_value_and_gradient_are_those_of_transformers(kind, padded):
     assert len(seen) == network.config.num_hidden_layers
 
 
-def test_an_even_load_has_the_smallest_value_and_a_collapsed_one_the_largest():
-    even = torch.eye(4).repeat(2, 1) * 50
-    collapsed = torch.eye(4)[:1].expand(8, 4) * 50
-    assert balance_loss([even], 1).item() == pytest.approx(1)
-    assert balance_loss([collapsed, collapsed], 1).item() == pytest.approx(4)
-
-
-def test_rows_without_padding_are_all_real():
-    assert real_tokens(4, torch.tensor([1, 3]), 3) is None
-    assert real_tokens(4, torch.tensor([2, 1]), 2).tolist() == [True, True, True, False]
-
-
 def test_the_factor_is_the_users_or_the_configs():
     network = outline(BY_TYPE["qwen3_moe"].config())
     assert balance_coefficient(network, None) == network.config.router_aux_loss_coef > 0

@@ -77,10 +77,6 @@ def test_what_cannot_be_divided_is_refused_with_what_to_do(tmp_path):
     plugin = {"plugins": [NVFP4LoRA(share_weights=True)]}
     refused(tmp_path, "NVFP4LoRA cannot share its base.*share_weights: false", trainer=plugin, format="auto")
     refused(tmp_path, "offload moves the learner to the host.*Given: cpu", ShardedStrategy("fp32", offload=True))
-    with pytest.raises(ConfigError, match=r"compute_dtype is unknown.*Given: fp8"):
-        ShardedStrategy("fp8")
-    with pytest.raises(ConfigError, match=r"packed_base is unknown.*Given: whole"):
-        ShardedStrategy(packed_base="whole")
 
 
 def test_a_learner_in_parts_is_not_batch_invariant(tmp_path):

@@ -52,7 +52,7 @@ class DiffusionEngine(EmbeddedSampler):
             first graph of all is compared with the launched step; should they differ, steps are launched.
 
     Raises:
-        ConfigError: for steps that do not divide a block, or an option that is unknown.
+        ConfigError: for steps that do not divide a block.
     """
 
     denoises = True
@@ -69,12 +69,8 @@ class DiffusionEngine(EmbeddedSampler):
         graphs: bool = True,
     ) -> None:
         super().__init__(max_batch, dtype, share, keep_operands)
-        if block < 1 or reuse not in ("none", "prompt", "blocks"):
-            raise ConfigError(
-                "An option of DiffusionEngine is out of range.",
-                expected="block of at least 1; reuse in none, prompt, blocks",
-                given=f"block={block}, reuse={reuse}",
-            )
+        if block < 1:
+            raise ConfigError("data.engine.block is too small.", expected="at least 1", given=block)
         steps = max(block // 2, 1) if steps is None else steps
         if steps < 1 or block % steps:
             divisors = [count for count in range(1, block + 1) if block % count == 0]

@@ -15,7 +15,7 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.formats.kernels import dispatch
 from lit_qrl.formats.numerics import E4M3_MAX, round_e4m3
 from lit_qrl.network.autocast import autocast_input
-from lit_qrl.network.structure import body, cached, cached_numbers
+from lit_qrl.network.structure import body, cached
 
 CacheDtype = Literal["auto", "fp8"]
 MARGIN = 2.0
@@ -212,11 +212,6 @@ class SlotCache(RoundedCache):
                         taken = source[sources[:, None], :, columns].transpose(1, 2).masked_fill(empty, 0)
                     target[:, :, :ends].index_copy_(0, targets, taken)
 
-    @staticmethod
-    def bytes_per_token(config: Any, dtype: torch.dtype) -> int:
-        """Return the bytes that one token of one sequence takes in all layers."""
-        return cached_numbers(config) * dtype.itemsize
-
 
 @dataclass(slots=True)
 class HeldRow:
@@ -247,16 +242,10 @@ class CacheScales:
 
     Args:
         dtype: of the cache: `auto` is the model's and has none, `fp8` is E4M3.
-        margin: as `MARGIN`.
-
-    Raises:
-        ConfigError: for another dtype.
     """
 
-    def __init__(self, dtype: CacheDtype, margin: float = MARGIN) -> None:
-        if dtype not in ("auto", "fp8"):
-            raise ConfigError("engine.kv_cache_dtype is unknown.", expected="auto or fp8", given=dtype)
-        self.quantized, self.margin = dtype == "fp8", margin
+    def __init__(self, dtype: CacheDtype) -> None:
+        self.quantized = dtype == "fp8"
         self._rounding: Rounding | None = None
 
     def check(self, invariant: bool) -> None:
@@ -304,4 +293,4 @@ class CacheScales:
         kept: list[tuple[Tensor, Tensor]] = [(layer.keys, layer.values) for layer in cache.layers]  # pyright: ignore
         found = [torch.stack([part.float().masked_fill(filler, 0).abs().amax() for part in pair]) for pair in kept]
         largest = torch.stack(found)
-        return torch.where(largest > 0, largest, 1.0) * (self.margin / E4M3_MAX)
+        return torch.where(largest > 0, largest, 1.0) * (MARGIN / E4M3_MAX)

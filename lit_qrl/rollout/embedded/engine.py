@@ -13,7 +13,7 @@ from lit_qrl.network.head import SamplerHead
 from lit_qrl.network.invariant import batch_invariant, check_invariant
 from lit_qrl.network.memory import free_memory
 from lit_qrl.network.routing import routers
-from lit_qrl.network.structure import ATTENTION_KINDS, PLAIN_ATTENTION, body, cached, states
+from lit_qrl.network.structure import ATTENTION_KINDS, PLAIN_ATTENTION, body, cached, cached_numbers, states
 from lit_qrl.precision.layers.one_pass import take_one_pass
 from lit_qrl.receipts.ledger import PublishReport, ReceivedLedger
 from lit_qrl.rollout.embedded.attention import FOLDED, take_step_norms
@@ -83,8 +83,6 @@ class TransformersEngine(EmbeddedSampler):
             raise ConfigError("engine.cache_gigabytes is too small.", expected="above 0", given=cache_gigabytes)
         self.cache_gigabytes = cache_gigabytes
         self.batch_invariant, self._checked = batch_invariant, False
-        if cuda_graphs not in (True, False, "auto"):
-            raise ConfigError("engine.cuda_graphs is unknown.", expected="auto, true, false", given=cuda_graphs)
         self.cuda_graphs: CudaGraphs = cuda_graphs
         self.trust, self.continuous = Trust(), False
         self.kv_cache_dtype, self.cache_scales = kv_cache_dtype, CacheScales(kv_cache_dtype)
@@ -289,7 +287,14 @@ class TransformersEngine(EmbeddedSampler):
 
     def _cache_tokens(self) -> int:
         """Return how many tokens of one sequence fit into the cache's memory."""
-        return _tokens_in(self.network, self.cache_gigabytes, self.computes)
+        weight = self.network.get_input_embeddings().weight
+        if self.cache_gigabytes is not None:
+            room = int(self.cache_gigabytes * 1e9)
+        elif weight.device.type == "cuda":
+            room = int(free_memory(weight.device) * GPU_CACHE_SHARE)
+        else:
+            room = CPU_CACHE_BYTES
+        return room // (cached_numbers(self.network.config) * (self.computes or weight.dtype).itemsize)
 
     def close(self) -> None:
         super().close()
@@ -322,17 +327,6 @@ def _plain(drawn: Drawn, version: int) -> list[Completion]:
         )
         for row, count in enumerate(length)
     ]
-
-
-def _tokens_in(network: Any, gigabytes: float | None, dtype: torch.dtype | None) -> int:
-    weight = network.get_input_embeddings().weight
-    if gigabytes is not None:
-        room = int(gigabytes * 1e9)
-    elif weight.device.type == "cuda":
-        room = int(free_memory(weight.device) * GPU_CACHE_SHARE)
-    else:
-        room = CPU_CACHE_BYTES
-    return room // SlotCache.bytes_per_token(network.config, dtype or weight.dtype)
 
 
 def unfit(network: Any) -> str | None:

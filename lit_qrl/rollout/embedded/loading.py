@@ -11,8 +11,6 @@ from torch.nn import functional as F
 
 from lit_qrl.errors import nearest
 from lit_qrl.formats.base import NumberFormat
-from lit_qrl.network.adapters import check_separable
-from lit_qrl.network.attention import takes_registered
 from lit_qrl.network.expert_list import ExpertList
 from lit_qrl.network.experts import ExpertStack, expert_stacks
 from lit_qrl.network.names import kept_in_fp32
@@ -42,7 +40,7 @@ def skeleton(network: Any, device: torch.device) -> Any:
     config = copy.deepcopy(network.config)
     with init_empty_weights(include_buffers=False):
         attention = padded_attention(config.get_text_config()._attn_implementation)
-        if attention == "sdpa" and takes_registered(kind):
+        if attention == "sdpa" and getattr(kind, "_supports_attention_backend", False):  # takes those of the registry
             attention = FOLDED
         built = kind._from_config(config, attn_implementation=attention)
     built.tie_weights()  # each parameter was replaced by an empty one of its own
@@ -274,7 +272,6 @@ class EmbeddedAdapter:
     """
 
     def __init__(self, modules: Modules, config: Any) -> None:
-        check_separable(config)
         self.modules, self.config = modules, config
         self._hooks: list[Any] = []
 

@@ -146,12 +146,6 @@ class EmbeddedSampler(RolloutEngine):
     ) -> None:
         if max_batch is not None and max_batch < 1:
             raise ConfigError("engine.max_batch is too small.", expected="at least 1", given=max_batch)
-        if dtype not in DTYPES or share not in ("auto", "never"):
-            raise ConfigError(
-                f"An option of {type(self).__name__} is unknown.",
-                expected=f"dtype in {', '.join(DTYPES)}; share in auto, never",
-                given=f"dtype={dtype}, share={share}",
-            )
         self.max_batch = max_batch
         self.dtype, self.share, self.keep_operands = DTYPES[dtype], share, keep_operands
         self.plain_dtype = self.dtype

@@ -38,18 +38,7 @@ def check_adapter(config: Any, max_rank: int) -> None:
             given=max_rank,
             remedy=f"Set it to {next((r for r in LORA_RANKS if r >= rank), rank)}, or set publisher.lora to merged.",
         )
-    unsupported = [
-        what
-        for what, used in {
-            "use_dora": getattr(config, "use_dora", False),
-            "modules_to_save": getattr(config, "modules_to_save", None),
-            "alpha_pattern": getattr(config, "alpha_pattern", None),
-            "rank_pattern": getattr(config, "rank_pattern", None),
-            "bias": getattr(config, "bias", "none") != "none",
-        }.items()
-        if used
-    ]
-    if unsupported:
+    if unsupported := [what for what in ("alpha_pattern", "rank_pattern") if getattr(config, what, None)]:
         raise ConfigError(
             f"vLLM cannot hold an adapter with {', '.join(unsupported)} apart from its base.",
             remedy="Drop the option, or set publisher.lora to merged.",

@@ -469,8 +469,8 @@ class VLLMEngine(RolloutEngine):
         number = range(len(prompts)) if positions is None else positions
         prompts, number, own = joined(prompts, number, (n, seed, drawn_with), self.processes)
         order = requests.by_length(prompts, n)
-        rows = [(number[i // n], i % n) for i in order]
-        params = requests.drawings(drawn_with, rows, seed if self.request_seeds else None, kept)
+        seeds = [requests.request_seed(seed, number[i // n], i % n) if self.request_seeds else None for i in order]
+        params = [requests.drawing(drawn_with, one, kept) for one in seeds]
         with kept_process_state(None if self.request_seeds else seed):
             handed = None if finished is None else partial(self._hand, finished, order, kept, own, n)
             told = shown(progress, own, len(prompts))

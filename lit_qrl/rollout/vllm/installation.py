@@ -130,7 +130,7 @@ def check_plugin(device: str) -> None:
     why = "VLLM_PLUGINS leaves it out" if installed else "not installed"
     if device == "cpu":
         raise ConfigError(
-            "vLLM's CPU build needs the plug-in that mends it: experts, INT8 and adapters would be wrong silently.",
+            "vLLM's CPU build needs the plug-in: INT8, latent attention and adapters would be wrong silently.",
             expected=f"{PACKAGE}, which vLLM loads as {PLUGIN}",
             given=why,
             remedy=f"Install {PACKAGE} (`pip install packages/vllm_fast` in a checkout), or use TransformersEngine.",

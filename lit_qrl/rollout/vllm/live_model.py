@@ -42,7 +42,6 @@ from lit_qrl.receipts.ledger import (
 from lit_qrl.rollout.vllm.locations import (
     DESCRIPTIVE,
     WIDENED,
-    Cutter,
     ExpertPlace,
     Naming,
     Place,
@@ -502,27 +501,38 @@ def _reads_its_tensors(module: nn.Module) -> bool:
 
 def _views(sent: Sent, module: nn.Module) -> dict[str, Tensor]:
     """Return the module's memory of each tensor sent; nothing unless they make up all that it holds."""
-    found: dict[str, Tensor] = {}
-    filled: dict[str, int] = {}
-    cutter = Cutter()
-    for name, (place, shape, _) in sent.items():
-        live = getattr(module, place.attribute, None)
+
+    def memory(attribute: str) -> Tensor | None:
+        live = getattr(module, attribute, None)
         if live is None or live.numel() == 0:
-            return {}
-        live = live.data
-        turned = live.t() if live.ndim == 2 and not live.is_contiguous() else live
-        view = cutter.cut(place, turned, shape) if turned.is_contiguous() else None
+            return None
+        turned = live.data.t() if live.ndim == 2 and not live.is_contiguous() else live.data
+        return turned if turned.is_contiguous() else None
+
+    found: dict[str, Tensor | None] = {}
+    for place, experts in by_stack(sent, sent):
+        held = memory(place.attribute)
+        every = None if held is None else place.cut_all(held, sent[next(iter(experts.values()))][1])
+        parts = () if every is None else slices(every)
+        found |= {name: parts[number] if number < len(parts) else None for number, name in experts.items()}
+    for name, (place, shape, _) in sent.items():
+        if not isinstance(place, ExpertPlace):
+            held = memory(place.attribute)
+            found[name] = None if held is None else place.cut(held, shape)
+    filled: Counter[str] = Counter()
+    for name, view in found.items():
+        attribute = sent[name][0].attribute
+        live: Any = getattr(module, attribute, None)
         if view is None or view.untyped_storage().data_ptr() != live.untyped_storage().data_ptr():
             return {}
-        found[name] = view
-        filled[place.attribute] = filled.get(place.attribute, 0) + view.numel()
+        filled[attribute] += view.numel()
     for attribute, tensor in tensors_of(module).items():
         padded = hasattr(module, "num_embeddings_padded")
-        if tensor.numel() > 1 and not padded and filled.get(attribute, 0) != tensor.numel():
+        if tensor.numel() > 1 and not padded and filled[attribute] != tensor.numel():
             return {}
         if tensor.numel() == 1 and attribute not in filled:
             return {}
-    return found
+    return {name: view for name, view in found.items() if view is not None}
 
 
 def repack(module: nn.Module, fill: Callable[[], None]) -> None:
@@ -671,6 +681,8 @@ def reloading(model: nn.Module, config: Any) -> ExitStack:
 
     with ExitStack() as begun:
         begun.enter_context(without_adapters(model))
+        if not torch.cuda.is_available():
+            forget_kernels(model)
         reload.initialize_layerwise_reload(model)
         begun.callback(_follow_convolutions, model)
         begun.callback(reload.finalize_layerwise_reload, model, config.model_config)

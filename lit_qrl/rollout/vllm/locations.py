@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lit_qrl.formats import support
 from lit_qrl.network.names import checkpoint_name
-from lit_qrl.receipts.checksum import slice_of, slices
+from lit_qrl.receipts.checksum import slice_of
 
 # vLLM writes the shape of an INT4 weight once per projection into one parameter that nothing reads.
 DESCRIPTIVE = frozenset({"weight_shape", "w13_weight_shape", "w2_weight_shape"})
@@ -161,30 +161,6 @@ class ExpertPlace(Place):
         for axis in range(min(every.ndim - 1, len(shape))):  # some kernels want more rows and columns than there are
             every = every.narrow(axis + 1, 0, min(every.shape[axis + 1], shape[axis]))
         return every.view(len(every), *shape) if every.numel() == len(every) * math.prod(shape) else None
-
-
-class Cutter:
-    """Cuts what a module holds into what was sent of it; the matrices of its experts are `slices` of one stack."""
-
-    def __init__(self) -> None:
-        self._stacks: dict[tuple[Any, ...], tuple[Tensor, tuple[Tensor, ...]]] = {}
-
-    def cut(self, place: Place, tensor: Tensor, shape: Sequence[int]) -> Tensor | None:
-        """Return what `Place.cut` does.
-
-        Args:
-            place: of what was sent.
-            tensor: of the module, in the checkpoint's layout.
-            shape: that was sent.
-        """
-        if not isinstance(place, ExpertPlace):
-            return place.cut(tensor, shape)
-        key = id(tensor), place.part % place.beside, place.turned, tuple(shape)
-        if key not in self._stacks:
-            every = place.cut_all(tensor.detach(), shape)
-            self._stacks[key] = tensor, () if every is None else slices(every)
-        found = self._stacks[key][1]
-        return found[place.expert] if place.expert < len(found) else None
 
 
 def copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:

@@ -60,20 +60,6 @@ def drawing(sampling: SamplingParams, seed: int | None, kept: bool = False) -> A
     return _sampling_class()(**{**found, "logprobs": ALL if kept else 0}, flat_logprobs=True)
 
 
-def drawings(
-    sampling: SamplingParams, rows: Sequence[tuple[int, int]], seed: int | None, kept: bool = False
-) -> list[Any]:
-    """Return vLLM's parameters of completions, each with a seed of its own where there is one.
-
-    Args:
-        sampling: how tokens are drawn.
-        rows: the number of its prompt and its number among the prompt's completions.
-        seed: of the call; None leaves vLLM to its own generators.
-        kept: as in `drawing`.
-    """
-    return [drawing(sampling, None if seed is None else request_seed(seed, *row), kept) for row in rows]
-
-
 def scoring() -> Any:
     """Return `SCORING` as vLLM takes it in this process."""
     return _sampling_class()(**SCORING)

@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, distributed
 
 from lit_qrl.rollout.vllm.patches import Patch, Versions
-from lit_qrl.rollout.vllm.upkeep import forget_kernels
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -50,16 +49,6 @@ def keeping_operands(original: Any) -> Any:
         return handle
 
     return create
-
-
-def packing_again(original: Any) -> Any:
-    """Return the begin of a reload, in which experts forget their kernels."""
-
-    def initialize(model: nn.Module) -> None:
-        forget_kernels(model)
-        original(model)
-
-    return initialize
 
 
 def by_head(original: Any) -> Any:
@@ -110,8 +99,6 @@ def of_the_run(original: Any) -> Any:
 _OPS = "vllm._custom_ops"
 _ROTARY = "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding"
 _PUNICA = "vllm.lora.punica_wrapper.punica"
-_RELOAD = "vllm.model_executor.model_loader.reload"
-_EXPERTS = "vllm.model_executor.layers.fused_moe"
 _SHM = "vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed._init_cpu_shm"
 CHANGES = (
     Patch(
@@ -129,15 +116,6 @@ CHANGES = (
         "the handle of the INT8 GEMM holds a bare pointer to scales that a reload frees",
         "NaN after the second publish of int8_channel",
         {f"{_OPS}:create_onednn_scaled_mm": keeping_operands},
-        device="cpu",
-    ),
-    Patch(
-        "stale_experts",
-        Versions("0.27"),
-        "a reload takes a kernel of the experts as a sign that nothing is left to pack, and keeps the old weights",
-        "log-probs of a mixture stay those of the first publish",
-        {f"{_RELOAD}:initialize_layerwise_reload": packing_again},
-        [f"{_EXPERTS}.routed_experts:RoutedExperts", f"{_EXPERTS}.fused_moe_method_base:FusedMoEMethodBase.moe_kernel"],
         device="cpu",
     ),
     Patch(

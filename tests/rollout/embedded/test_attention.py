@@ -2,9 +2,12 @@ import types
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from lit_qrl.rollout.embedded.attention import attend_folded
+from lit_qrl.rollout.embedded.attention import FOLDED, attend_folded
+from lit_qrl.rollout.embedded.loading import skeleton
+from tests.families.configs import BY_TYPE
 
 
 @pytest.mark.parametrize(("heads", "key_heads"), [(4, 4), (4, 2), (6, 1)])
@@ -33,3 +36,9 @@ def test_several_new_tokens_are_the_librarys_business():
     ours, _ = attend_folded(module, query, key, value, None, scaling=0.2)
     theirs, _ = sdpa_attention_forward(module, query, key, value, None, scaling=0.2)
     assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("kind, attention", [("llama", FOLDED), ("falcon", "sdpa")])
+def test_falcon_chooses_its_attention_by_a_table_of_its_own(kind, attention):
+    network = AutoModelForCausalLM.from_config(BY_TYPE[kind].config())
+    assert skeleton(network, torch.device("cpu")).config._attn_implementation == attention

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lit_qrl.network.structure import cached
+from lit_qrl.network.structure import cached, cached_numbers
 from lit_qrl.rollout.embedded.cache import HeldRow, SlotCache
 from tests.networks import build_network
 
@@ -72,7 +72,7 @@ def test_bytes_per_token_are_those_of_the_cache():
     with torch.no_grad():
         network.base_model(input_ids=torch.tensor([[3, 4, 5]]), **cached(network, cache))
     held = sum(tensor.nbytes for layer in cache.slots for tensor in (layer.keys, layer.values))
-    assert held == 10 * SlotCache.bytes_per_token(network.config, torch.float32)
+    assert held == 10 * cached_numbers(network.config) * torch.float32.itemsize
 
 
 def test_exchanged_rows_are_both_kept():

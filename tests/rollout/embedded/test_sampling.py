@@ -65,14 +65,6 @@ def test_log_probs_are_renormalised_within_the_kept_set():
     torch.testing.assert_close(logprobs.exp(), torch.tensor([0.5 / 0.8, 0.3 / 0.8]))
 
 
-def test_greedy_takes_the_best_word_and_reports_temperature_one():
-    logits = torch.tensor([[1.0, 3.0, 2.0]], dtype=torch.bfloat16)
-    token, logprob = TokenSampler(SamplingParams(temperature=0, top_p=0.5))(logits, None)
-    assert token.item() == 1
-    assert logprob.dtype == torch.float32
-    assert logprob.item() == pytest.approx(-math.log(1 + math.exp(-1) + math.exp(-2)), abs=1e-6)
-
-
 def test_uniforms_depend_on_seed_and_prompt_alone():
     base = uniforms(1, 2, n=3, steps=5)
     assert torch.equal(base, uniforms(1, 2, n=3, steps=9)[:, :5])

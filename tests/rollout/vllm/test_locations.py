@@ -4,10 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from lit_qrl.receipts.checksum import slice_of, slices
+from lit_qrl.receipts.checksum import slices
 from lit_qrl.rollout.vllm import locations
 from lit_qrl.rollout.vllm.locations import (
-    Cutter,
     ExpertPlace,
     Place,
     copy_all,
@@ -220,21 +219,6 @@ def test_only_what_a_wider_dtype_holds_exactly_is_narrowed(sent, held, narrowed)
     got = locations.narrowed(tensor, sent)
     assert got.dtype == (sent if narrowed else held)
     assert torch.equal(got.to(held), tensor)
-
-
-def test_the_matrices_of_all_experts_are_cut_as_those_of_one():
-    stack, cutter = torch.arange(3 * 8 * 5.0).view(3, 8, 5), Cutter()
-    for number in range(3):
-        for part in range(2):
-            place = expert(number, 2 * number + part, 2)
-            one, alone = cutter.cut(place, stack, (4, 5)), place.cut(stack, (4, 5))
-            assert torch.equal(one, alone)
-            assert one.data_ptr() == alone.data_ptr()
-            assert slice_of(one).index == number
-    assert cutter.cut(expert(3), stack, (8, 5)) is None
-    assert cutter.cut(expert(1), stack, (8, 6)) is None
-    rows = torch.ones(4, 2)
-    assert cutter.cut(Place("norm", nn.Module(), "weight"), rows, (4, 2)) is not None
 
 
 def test_whole_stacks_are_copied_at_once_and_single_tensors_where_they_belong():

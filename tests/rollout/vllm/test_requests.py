@@ -8,16 +8,13 @@ import torch
 
 from lit_qrl.data.environment import MultiTurnTask
 from lit_qrl.loop.turns import Conversations
-from lit_qrl.rollout.vllm import requests
 from lit_qrl.rollout.vllm.requests import (
     SEED_RANGE,
     Routed,
-    by_length,
     check_lengths,
     completion,
     forget_prefixes,
     request_seed,
-    scores,
 )
 from lit_qrl.types import SamplingParams
 from tests.vllm_engines import (
@@ -28,14 +25,6 @@ from tests.vllm_engines import (
     reference_logprobs,
     tiny_network,
 )
-
-
-def test_requests_are_ordered_and_measured():
-    assert by_length([[1], [1, 2, 3], [1, 2]], n=2) == [2, 3, 4, 5, 0, 1]
-    params = [SimpleNamespace(max_tokens=3)] * 2
-    check_lengths([[1, 2], [1]], params, limit=5)
-    with pytest.raises(ValueError, match="Given: 5"):
-        check_lengths([[1, 2], [1]], params, limit=4)
 
 
 def test_an_empty_prompt_is_refused_and_no_prompt_is_fine():
@@ -61,21 +50,6 @@ def test_a_completion_is_read_with_its_version(reason, expected):
     got = completion(SimpleNamespace(outputs=[drawn]), 7)
     assert (got.token_ids, got.logprobs, got.finish_reason, got.version) == ([4, 5], [-0.5, -1.0], expected, 7)
     assert got.routed_experts is None
-
-
-def test_the_ids_that_could_be_drawn_are_read_of_each_token():
-    flat = SimpleNamespace(
-        start_indices=[0, 3, 7],
-        end_indices=[3, 7, 9],
-        token_ids=[4, 4, 8, 5, 9, 5, 2, 6, 6],
-        logprobs=[-0.5, -0.5, -np.inf, -1.5, -0.3, -1.5, -4.0, 0.0, 0.0],
-    )
-    drawn = SimpleNamespace(token_ids=(4, 5, 6), logprobs=flat, finish_reason="stop")
-    got = completion(SimpleNamespace(outputs=[drawn]), 0, kept=True)
-    assert got.logprobs == [-0.5, -1.5, 0.0]
-    assert [ids.tolist() for ids in got.kept] == [[4], [9, 5, 2], [6]]
-    drawn.logprobs = SimpleNamespace(logprobs=[-0.5, -1.5, 0.0])
-    assert completion(SimpleNamespace(outputs=[drawn]), 0).kept is None
 
 
 def routes_read(given, experts=8, chosen=2, layers=(1, 2), prompt=2):
@@ -108,25 +82,6 @@ def test_numbers_of_many_experts_take_two_bytes():
     got = routes_read(np.array([[[255, 0]]], np.uint8), experts=256, layers=(0,), prompt=0)
     assert got.dtype == torch.int16
     assert got[:, 0].tolist() == [[255, 0], [32767, 32767]]
-
-
-def test_scores_are_those_of_the_given_tokens_after_the_first():
-    rows = [
-        None,
-        {5: SimpleNamespace(logprob=-1.0), 9: SimpleNamespace(logprob=-0.1)},
-        {6: SimpleNamespace(logprob=-2.5)},
-    ]
-    got = scores(SimpleNamespace(prompt_logprobs=rows), [3, 5, 6])
-    assert got.tolist() == [-1.0, -2.5]
-    assert got.dtype == torch.float32
-
-
-def test_a_completion_s_seed_comes_from_the_number_of_its_prompt_wherever_it_is_asked_for(monkeypatch):
-    monkeypatch.setattr(requests, "drawing", lambda sampling, seed, kept: seed)
-    whole = requests.drawings(None, [(prompt, sample) for prompt in range(4) for sample in range(3)], seed=5)
-    part = requests.drawings(None, [(prompt, sample) for prompt in (1, 3) for sample in range(3)], seed=5)
-    assert part == [*whole[3:6], *whole[9:12]]
-    assert requests.drawings(None, [(0, 0)], seed=None) == [None]
 
 
 @pytest.mark.parametrize("connector", [False, True])

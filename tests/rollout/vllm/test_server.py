@@ -71,13 +71,6 @@ def connected(**changes):
     return {"results": [{"versions": versions() | changes, "config": {}, "longest": 9, "workers": 1}]}
 
 
-def test_a_server_that_knows_the_run_is_opened():
-    with standing_in(lambda path, body: (200, connected())) as address:
-        one = Server(Address(address, KEY), silence=5)
-        assert one.open()["longest"] == 9
-        assert one.ready
-
-
 @pytest.mark.parametrize(
     ("key", "answer", "named"),
     [

@@ -1,54 +1,13 @@
 """What is done around a reload and at the end of an engine; whole engines: tests/rollout/test_vllm_known_faults.py."""
 
 import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from lit_qrl.rollout.vllm import upkeep
 from lit_qrl.rollout.vllm.patches import CUMEM
-from lit_qrl.rollout.vllm.upkeep import forget_graph_pool, forget_kernels, pack_again, without_adapters
-
-
-def test_lora_wrappers_are_out_of_the_way_inside_and_back_after():
-    class LinearWithLoRA(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.base_layer = torch.nn.Linear(2, 2)
-            self.lora_a_stacked = ()
-
-    model = torch.nn.Sequential(LinearWithLoRA(), torch.nn.Linear(2, 2))
-    wrapper = model[0]
-    with without_adapters(model):
-        assert model[0] is wrapper.base_layer
-        assert {name for name, _ in model.named_parameters()} == {"0.weight", "0.bias", "1.weight", "1.bias"}
-    assert model[0] is wrapper
-
-
-class RoutedExperts(torch.nn.Module):
-    def __init__(self, kernel):
-        super().__init__()
-        self.quant_method = SimpleNamespace(moe_kernel=kernel)
-
-
-def test_kernels_of_experts_are_forgotten_and_no_others():
-    other = torch.nn.Linear(2, 2)
-    other.quant_method = SimpleNamespace(moe_kernel="kept")
-    model = torch.nn.Sequential(RoutedExperts("old"), RoutedExperts(None), other)
-    forget_kernels(model)
-    assert [layer.quant_method.moe_kernel for layer in model] == [None, None, "kept"]
-
-
-def test_only_a_head_that_holds_a_packed_copy_is_packed_again(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    packed, head = [], torch.nn.Embedding(2, 2)
-    head.quant_method = SimpleNamespace(process_weights_after_loading=packed.append)
-    pack_again(head)
-    assert packed == []
-    head.cpu_linear = object()
-    pack_again(head)
-    assert packed == [head]
+from lit_qrl.rollout.vllm.upkeep import forget_graph_pool
 
 
 class Pool:

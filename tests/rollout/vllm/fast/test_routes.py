@@ -2,10 +2,9 @@
 
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-from lit_qrl_vllm_fast.routes import RecordedRoutes, handing_out, reading_first, record
+from lit_qrl_vllm_fast.routes import RecordedRoutes, record
 
 from lit_qrl.errors import ConfigError
 
@@ -26,52 +25,6 @@ def test_a_token_has_what_was_chosen_in_its_slot_whoever_computed_it():
     assert (read[[2, 3, 4, 5, 7]] == 255).all()
     routes.forget()
     assert (routes.read([3, 1], 8) == 255).all()
-
-
-def test_a_pass_without_a_place_in_the_cache_is_not_kept(fake):
-    context = SimpleNamespace(slot_mapping={})
-    fake("vllm.forward_context", get_forward_context=lambda: context)
-    routes = recorded()
-    routes.layer = "attention.0"
-    routes.capture(0, torch.tensor([[1, 2]]))
-    assert (routes.table == 255).all()
-    context.slot_mapping = {"attention.0": torch.tensor([4, -1, -1])}  # a token, and padding
-    routes.capture(1, torch.tensor([[1, 2], [3, 4]]))
-    assert (routes.table != 255).nonzero().tolist() == [[4, 1, 0], [4, 1, 1]]
-
-
-def test_choices_are_read_before_the_blocks_are_freed_and_leave_with_the_request_that_ends():
-    routes = recorded(layers=1)
-    routes.write(0, torch.arange(4, 8), torch.tensor([[0, 1], [1, 2], [2, 3], [3, 4]]))
-    order = []
-
-    class Blocks:
-        def get_block_ids(self, name):
-            order.append(f"read {name}")
-            return ([9], [1])
-
-    scheduler = SimpleNamespace(kv_cache_manager=Blocks(), lit_qrl_recorded_routes=routes)
-    routes.group = 1
-    free = reading_first(lambda self, request, delay=False: order.append(f"freed {request.request_id} {delay}"))
-    ended, going = (SimpleNamespace(request_id=name, routed_experts=None) for name in "ab")
-
-    def step(self):
-        free(self, SimpleNamespace(request_id="a", num_tokens=4), delay=True)
-        free(self, SimpleNamespace(request_id="aborted", num_tokens=2))
-        return {0: SimpleNamespace(outputs=[ended, going])}
-
-    handing_out(step)(scheduler)
-    assert order == ["read a", "freed a True", "read aborted", "freed aborted False"]
-    assert isinstance(ended.routed_experts, np.ndarray)
-    assert ended.routed_experts.tolist() == [[[0, 1]], [[1, 2]], [[2, 3]]]  # the last token is not computed
-    assert going.routed_experts is None
-    assert not routes.taken
-
-
-def test_an_engine_that_does_not_record_is_left_alone():
-    scheduler = SimpleNamespace()
-    assert reading_first(lambda self, request: "freed")(scheduler, None) == "freed"
-    assert handing_out(lambda self: {})(scheduler) == {}
 
 
 def test_recording_binds_every_router_and_takes_the_group_with_the_whole_past(fake):
