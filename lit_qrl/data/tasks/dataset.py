@@ -235,7 +235,7 @@ class DatasetTask(ListedTask):
                 f"{where} has no answer that answer_pattern finds.",
                 expected=self.answer_pattern.pattern,
                 given=f"…{str(answer)[-80:]}",
-                remedy="Correct answer_pattern, or leave it out.",
+                remedy="Correct answer_pattern, or set it to null: an earlier configuration file may give it.",
             )
         check_row(list(dict.fromkeys((*self.rewards, self.correct))), Sample("", "", self.reference(row), row), where)
 
