@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.kernels.gemm import MANY
-from lit_qrl.precision.vllm_kernels import exact
 from lit_qrl.rollout.vllm import installation, same_kernels
 
 ALL = -1
@@ -240,6 +239,8 @@ def in_one_order(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def apply(self: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if not same_kernels.exact():
             return original(self, layer, x, bias)
+        from lit_qrl.precision.vllm_kernels import exact  # which brings transformers
+
         return exact.product(x, layer.weight, bias)
 
     return apply
