@@ -158,9 +158,17 @@ def dry_run(trainer: Trainer, module: GRPOModule, data: RolloutDataModule, gib: 
         print(f"Prompt of {len(ids)} tokens: {ends(text)}", flush=True)  # what is refused goes to another stream
     if refused and gib is None:
         raise refused[0]
-    check_disk(table, room, folder)
+    full = None
+    try:
+        check_disk(table, room, folder)
+    except ConfigError as error:
+        if gib is None:
+            raise
+        full = error
     if target.total:
         check_memory(table, trainer, target.total)
+    if full is not None:
+        print(f"\nOn this host: {full}")
     if refused:
         print(f"\nOn this host the engine refuses: {refused[0]}")
     judged = "" if gib is None else f"; memory was judged for a GPU of {gib:g} GiB"

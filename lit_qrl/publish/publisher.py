@@ -363,12 +363,13 @@ def loaded(report: PublishReport) -> str:
 
     >>> layers, sizes = {"a.weight": "int4_group", "norm": "fp32"}, {"a.weight": 10, "norm": 4}
     >>> loaded(PublishReport(version=0, seconds=0.1, bytes=14, layers=layers, sizes=sizes))
-    'int4_group and fp32'
+    'int4_group, the rest fp32'
     """
     sizes = Counter[str]()
     for name, format in report.layers.items():
         sizes[format] += report.sizes.get(name, 0)
-    return " and ".join(format for format, _ in sizes.most_common())
+    first, *rest = [format for format, _ in sizes.most_common()] or [""]
+    return f"{first}, the rest {' and '.join(rest)}" if rest else first
 
 
 @rank_zero_only

@@ -236,6 +236,9 @@ def test_a_folder_of_its_own_is_removed_again_and_a_full_disk_is_said(run, monke
     need = 2 * (sizes["weights"] + sizes["optimizer states"]) / 2**20
     assert f"Expected: {need:.1f} MiB for two of them" in text
     assert "Given: 20.0 MiB free" in text
+    status, _, text = run("--dry_run", "80", "--trainer.accelerator", "gpu", dry=False)  # for another host
+    assert status == 0
+    assert "On this host: The disk has no room for the run's checkpoints." in text
 
 
 def test_bits_of_a_packed_base_count_as_bits():
