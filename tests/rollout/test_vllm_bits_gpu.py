@@ -17,7 +17,7 @@ from tests.tiny_run import fit, model_folder, parameters_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
 
-SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 2, "num_key_value_heads": 1}
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 def engine(**options):
@@ -30,6 +30,8 @@ def engine(**options):
 def test_the_log_ratio_of_every_token_is_zero(tmp_path, plugin, kind, head):
     if kind is Qwen3Config and head % 128:
         pytest.skip("refused: norms over such heads are not the learner's")
+    if plugin == "fp8_block" and 2 * head % 128:
+        pytest.skip("refused: keys do not divide into blocks")
     if torch.cuda.get_device_capability() != (9, 0):  # whose kernels the mode has
         with pytest.raises(ConfigError, match=r"compute capability 9\.0"):
             engine(batch_invariant=True).validate(SamplerSpec())
