@@ -53,7 +53,6 @@ ARGUMENTS: Mapping[str, tuple[Any, ...]] = {
 }
 """Arguments of `vllm.LLM` that choose other kernels, and the values that do not."""
 _active = _exact = False
-REMEDY = "Set data.engine.same_kernels to false."
 APART = "vLLM is in a process of its own"
 IN_PARTS = "each process of tensor_parallel_size quantizes and adds its own part of a row"
 REMEDY_EXACT = "Set data.engine.batch_invariant to false, or use TransformersEngine."
