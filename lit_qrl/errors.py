@@ -5,7 +5,7 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -202,6 +202,18 @@ def nearest(name: str, choices: Iterable[str]) -> str:
     begun = [one for one in choices if len(small) >= TELLING and one.lower().startswith(small)]
     close = same or difflib.get_close_matches(name, choices, n=1) or (begun if len(begun) == 1 else [])
     return f"Did you mean {close[0]!r}?" if close else f"Choose one of {', '.join(choices)}."
+
+
+def check_choice(key: str, given: str, choices: Sequence[str]) -> None:
+    """Raise `ConfigError` for a value that is none of the choices, where Python was given it and no parser looked.
+
+    >>> check_choice("data.schedule", "asynch", ["one", "async"])
+    Traceback (most recent call last):
+    lit_qrl.errors.ConfigError: data.schedule is unknown. Expected: one, async. Given: asynch. Did you mean 'async'?
+    """
+    if given not in choices:
+        expected = ", ".join(choices)
+        raise ConfigError(f"{key} is unknown.", expected=expected, given=given, remedy=nearest(str(given), choices))
 
 
 def listed(names: Iterable[str], shown: int = 5) -> str:

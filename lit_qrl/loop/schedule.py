@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_qrl.errors import ConfigError
+from lit_qrl.errors import ConfigError, check_choice
 from lit_qrl.functional.mismatch import k3_divergence
 from lit_qrl.loop.contracts import Learner, PendingRollout, Schedule
 from lit_qrl.loop.hooks import rl_callbacks
@@ -392,6 +392,8 @@ def schedule_of(schedule: str, max_staleness: int, in_flight: InFlight = "none")
     >>> type(schedule_of("on_policy", 1)).__name__, schedule_of("async", 4).staleness
     ('Schedule', 4)
     """
+    check_choice("data.schedule", schedule, ("on_policy", "one_step_off", "async"))
+    check_choice("data.in_flight_updates", in_flight, ("none", "keep", "recompute"))
     if max_staleness < 1 or (schedule != "async" and max_staleness != 1):
         raise ConfigError(
             "data.max_staleness does not fit data.schedule.",

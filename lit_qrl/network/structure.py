@@ -180,8 +180,8 @@ def computed_buffers(network: nn.Module, beside_weights: bool) -> dict[str, Tens
 def compute_frequencies_on_the_cpu(network: nn.Module) -> None:
     """Give rotary embeddings the frequencies that a CPU computes, wherever the model was built.
 
-    A GPU's power of two numbers may be another one in its last bit, and then an angle rounds otherwise at some position
-    in hundreds: for the sampler, which has them from a CPU, each later token of such a sequence is another one's.
+    A GPU's power function may differ in the last bit. Then an angle rounds otherwise at some position in hundreds, and
+    from that token on learner and sampler, whose frequencies are a CPU's, no longer agree to the last bit.
 
     Args:
         network: a Hugging Face model; what is on the meta device stays there.

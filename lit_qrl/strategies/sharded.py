@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lit_qrl.errors import ConfigError, listed
+from lit_qrl.errors import ConfigError, check_choice, listed
 from lit_qrl.network.expert_list import ExpertList
 from lit_qrl.network.shards import own_part, whole
 from lit_qrl.network.structure import decoder_layers
@@ -75,6 +75,8 @@ class ShardedStrategy(Described, ModelParallelStrategy):
             save_distributed_checkpoint=False,  # pyright: ignore[reportCallIssue]
             process_group_backend="cpu:gloo,cuda:nccl" if offload else None,  # pyright: ignore[reportCallIssue]
         )
+        check_choice("trainer.strategy.compute_dtype", compute_dtype, ("fp32", "bf16"))
+        check_choice("trainer.strategy.packed_base", packed_base, ("replicated", "sharded"))
         self.compute_dtype, self.offload, self.packed_base = compute_dtype, offload, packed_base
         self.distributed_checkpoints = distributed_checkpoints
         self._parts: Path | None = None

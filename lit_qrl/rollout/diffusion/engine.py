@@ -6,7 +6,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lit_qrl.errors import ConfigError
+from lit_qrl.errors import ConfigError, check_choice
 from lit_qrl.functional.logprobs import logits_logprobs, token_logprobs
 from lit_qrl.network.denoising import Estimator, Head, check_denoises, without_mask_token
 from lit_qrl.network.head import SamplerHead
@@ -69,6 +69,7 @@ class DiffusionEngine(EmbeddedSampler):
         graphs: bool = True,
     ) -> None:
         super().__init__(max_batch, dtype, share, keep_operands)
+        check_choice("data.engine.reuse", reuse, ("none", "prompt", "blocks"))
         if block < 1:
             raise ConfigError("data.engine.block is too small.", expected="at least 1", given=block)
         steps = max(block // 2, 1) if steps is None else steps

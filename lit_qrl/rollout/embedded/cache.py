@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from lit_qrl.errors import ConfigError
+from lit_qrl.errors import ConfigError, check_choice
 from lit_qrl.formats.kernels import dispatch
 from lit_qrl.formats.numerics import E4M3_MAX, round_e4m3
 from lit_qrl.network.autocast import autocast_input
@@ -245,6 +245,7 @@ class CacheScales:
     """
 
     def __init__(self, dtype: CacheDtype) -> None:
+        check_choice("data.engine.kv_cache_dtype", dtype, ("auto", "fp8"))
         self.quantized = dtype == "fp8"
         self._rounding: Rounding | None = None
 

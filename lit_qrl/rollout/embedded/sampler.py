@@ -11,7 +11,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lit_qrl.errors import ConfigError, asked, out_of_memory
+from lit_qrl.errors import ConfigError, asked, check_choice, out_of_memory
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.formats.dense import Dense
 from lit_qrl.formats.support import tell_emulated
@@ -147,6 +147,8 @@ class EmbeddedSampler(RolloutEngine):
         if max_batch is not None and max_batch < 1:
             raise ConfigError("engine.max_batch is too small.", expected="at least 1", given=max_batch)
         self.max_batch = max_batch
+        check_choice("data.engine.dtype", dtype, tuple(DTYPES))
+        check_choice("data.engine.share", share, ("auto", "never"))
         self.dtype, self.share, self.keep_operands = DTYPES[dtype], share, keep_operands
         self.plain_dtype = self.dtype
         self.spec = SamplerSpec()

@@ -224,7 +224,7 @@ class VLLMEngine(RolloutEngine):
         check_model(network, dtype)
         check_experts(network, spec.format, spec.exclude)
         if self.batch_invariant:
-            same_kernels.check_learner(network, dtype)
+            same_kernels.check_learner(network, dtype, exact=True)
         asked = self.batch_invariant or self.same_kernels
         against = same_kernels.IN_PARTS if self.draws_together else None
         self.alike = same_kernels.chosen(asked, spec, network, dtype, self._arguments, against)

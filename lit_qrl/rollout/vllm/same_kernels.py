@@ -159,12 +159,13 @@ def check_decoder(network: Any) -> None:
             )
 
 
-def check_learner(network: Any, dtype: torch.dtype) -> None:
+def check_learner(network: Any, dtype: torch.dtype, exact: bool = False) -> None:
     """Raise `ConfigError` for a learner that computes otherwise than by the operations of the table.
 
     Args:
         network: the learner's model.
         dtype: of the sampler's activations.
+        exact: of `batch_invariant`, whose product was not compared in fp16.
     """
     from lit_qrl.network.padding_free import is_padding_free  # these bring transformers
     from lit_qrl.precision.layers.one_pass import OnePassRMSNorm
@@ -172,8 +173,8 @@ def check_learner(network: Any, dtype: torch.dtype) -> None:
     own = next(network.parameters()).dtype
     for differs, expected, given in (
         (
-            own != dtype or dtype not in (torch.bfloat16, torch.float16),
-            "model.policy.dtype and data.engine.dtype: both bf16, or both fp16",
+            own != dtype or dtype not in (torch.bfloat16, torch.bfloat16 if exact else torch.float16),
+            "model.policy.dtype and data.engine.dtype: both bf16" + ("" if exact else ", or both fp16"),
             f"{own} and {dtype}".replace("torch.", ""),
         ),
         (

@@ -150,6 +150,10 @@ def test_models_and_learners_that_compute_otherwise_are_refused():
     ):
         with pytest.raises(ConfigError, match=expected):
             same_kernels.check_learner(other, dtype)
+    half = model(config, torch.float16)
+    same_kernels.check_learner(half, torch.float16)
+    with pytest.raises(ConfigError, match=r"both bf16.*Given: float16 and float16"):
+        same_kernels.check_learner(half, torch.float16, exact=True)
 
 
 def test_plain_products_of_the_exact_mode_are_the_learners_and_of_others_vllms(monkeypatch):
