@@ -6,7 +6,8 @@ FOLDER of the data has `train.jsonl` and `test.jsonl` with GSM8K's columns. An a
 `lit-qrl fit --config configs/real/gsm8k.yaml` and the fragments below, or `trl_real_model.py`, the same task and sizes
 with TRL's trainer and its vLLM in the same process. This process starts them one after another, or, with `--gpus 0 1`,
 one on each GPU at a time, reads `metrics.csv` as it grows and asks the driver for memory and load; seconds count from
-the start of the command. `--side_by_side 3` lets three share a GPU, for accuracies alone. `--draw` makes the figure of
+the start of the command. `--side_by_side 3` lets three share a GPU, for accuracies alone. A setting follows an arm
+behind a comma: `bf16,data.engine.batch_invariant=true`. `--draw` makes the figure of
 docs/studies/real_model.md from what `--out` holds.
 """
 
@@ -27,8 +28,12 @@ ROOT = Path(__file__).resolve().parents[1]
 BASE = "configs/real/gsm8k.yaml"
 ARMS: dict[str, list[str]] = {
     "bf16": [],
+    "fp8_row": ["configs/precision/rollout_fp8_row.yaml"],
     "fp8_row+ais": ["configs/precision/rollout_fp8_row.yaml", "configs/correction/ais.yaml"],
+    "fp8_row+aligned": ["configs/precision/qat_fp8_row.yaml"],
+    "int4+aligned": ["configs/precision/qat_int4_group.yaml"],
     "lora": ["configs/real/lora.yaml"],
+    "lora+nvfp4": ["configs/real/lora.yaml", "configs/precision/nvfp4_lora.yaml"],
     "trl": [],
     "trl+lora": ["configs/real/lora.yaml"],
 }

@@ -94,11 +94,11 @@ def addresses(
             remedy="Correct it.",
         )
     both = [name for name in names if name != "cpu" and int(name) in learners.devices]
-    if both:
+    if both and (learners.local[1] > 1 or set(names) != set(both)):
         raise ConfigError(
-            "A server would share a GPU with the learner.",
-            expected="GPUs that the learner does not use",
-            given=f"data.engine.devices with {listed(both)}, which trainer.devices has too",
+            "Some servers would share a GPU with the learner.",
+            expected="GPUs that the learner does not use; or, of a learner in one process, its GPU alone",
+            given=f"data.engine.devices: {listed(names)}, where the learner uses {listed(map(str, learners.devices))}",
             remedy="Leave data.engine.devices at auto, or take VLLMEngine, which lives in the learner's process.",
         )
     found = [Address(name if name == "cpu" else f"cuda:{name}") for name in names]

@@ -63,7 +63,8 @@ class RemoteVLLMEngine(RolloutEngine):
 
     Args:
         devices: of this host, a server for each: numbers of GPUs, or `cpu`; `auto` is the GPUs that the learner
-            leaves, and one server on the CPU where it has none itself.
+            leaves, and one server on the CPU where it has none itself. Several may share one (`[0, 0]`), the learner's
+            too: give each its part of the memory by `gpu_memory_utilization`.
         hosts: addresses of servers that run already (`lit-qrl serve`), `host:port` or `https://host:port`, instead of
             devices.
         token_file: with the key of those servers.
@@ -202,7 +203,12 @@ class RemoteVLLMEngine(RolloutEngine):
         if address.name == "cpu":
             return {"CUDA_VISIBLE_DEVICES": ""}
         seen = [address.name.removeprefix("cuda:"), *map(str, self.spec.learners.devices)]
-        return {"CUDA_VISIBLE_DEVICES": ",".join(seen)}
+        return {"CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys(seen))}
+
+    def _beside(self) -> bool:
+        """Return whether the servers are on the learner's own GPU."""
+        own = {f"cuda:{number}" for number in self.spec.learners.devices}
+        return any(server.address.name in own for server in self.servers)
 
     def _check_model_of(self, server: Server, found: Mapping[str, Any], longest: int) -> None:
         assert self._folder is not None
@@ -226,9 +232,16 @@ class RemoteVLLMEngine(RolloutEngine):
         if way == "auto":
             way = "ipc" if on_gpus else "files"
         if way == "nccl":
+            if self._beside():
+                raise ConfigError(
+                    "NCCL knows a GPU once.",
+                    expected="data.engine.transfer: ipc or files on the learner's own GPU",
+                    given="nccl",
+                    remedy="Leave transfer out.",
+                )
             self._sender = self._meet()
             return
-        self._sender = DeviceMemory(seen_as=1) if way == "ipc" else Files(self.folder)
+        self._sender = DeviceMemory(seen_as=0 if self._beside() else 1) if way == "ipc" else Files(self.folder)
         with self._all("/init_weight_transfer_engine", [{"init_info": {}}] * len(self.servers)):
             pass
 

@@ -240,6 +240,17 @@ def test_addresses_and_their_key(tmp_path, caplog):
     assert [one.name for one in addresses("auto", None, None, Learners())] == ["cpu"]
 
 
+def test_servers_beside_the_learner_are_all_on_its_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    alone = Learners(devices=(0,))
+    assert [one.name for one in addresses("auto", None, None, alone)] == ["cuda:1"]
+    assert [one.name for one in addresses([0, 0], None, None, alone)] == ["cuda:0", "cuda:0"]
+    for devices, learners in (([0, 1], alone), ([0, 0], Learners(devices=(0, 1), local=(0, 2), whole=(0, 2)))):
+        with pytest.raises(ConfigError, match="Some servers would share a GPU"):
+            addresses(devices, None, None, learners)
+
+
 @pytest.fixture
 def served(monkeypatch):
     """An engine over processes that speak as vLLM's server does, and what they are asked: paths, newest last."""
