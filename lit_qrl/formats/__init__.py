@@ -5,7 +5,7 @@ from typing import Any
 
 from lit_qrl.errors import ConfigError, nearest
 from lit_qrl.formats.base import NumberFormat, PreparedWeight, QuantizedWeight
-from lit_qrl.formats.dense import BF16, FP16, FP32, Dense
+from lit_qrl.formats.dense import BF16, FP16, FP32, Dense, MultipliedOut
 from lit_qrl.formats.fp8_block import FP8Block
 from lit_qrl.formats.fp8_row import FP8Row
 from lit_qrl.formats.fp8_tensor import FP8Tensor
@@ -34,6 +34,7 @@ __all__ = [
     "Int3Channel",
     "Int4Group",
     "Int8Channel",
+    "MultipliedOut",
     "NumberFormat",
     "PreparedWeight",
     "QuantizedWeight",

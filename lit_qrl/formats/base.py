@@ -78,6 +78,11 @@ class NumberFormat(ABC):
         return f"{self.name}:{given}" if given else self.name
 
     @property
+    def numbers(self) -> "NumberFormat":
+        """The format whose numbers these are: itself, but where they go out multiplied out."""
+        return self
+
+    @property
     def quantizes_activations(self) -> bool:
         """True when the GEMM's left operand is quantized too."""
         return False

@@ -1,6 +1,6 @@
 """The formats that hold plain floating point: bf16, fp16, fp32."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -69,3 +69,39 @@ class FP32(Dense):
 
     name: ClassVar[str] = "fp32"
     dtype: ClassVar[torch.dtype] = torch.float32
+
+
+@dataclass(frozen=True)
+class MultipliedOut(BF16):
+    """bfloat16 whose numbers are those that the codes of another format stand for.
+
+    A sampler that holds it multiplies by what a learner in that format does, by any kernel for plain weights.
+
+    Args:
+        of: that format, of weights alone.
+
+    >>> from lit_qrl.formats.int4_group import Int4Group
+    >>> sent = MultipliedOut(Int4Group(8))
+    >>> q = sent.quantize(torch.tensor([[7.5, -7.5, 1.4, 0.4, 0.0, 0.0, 0.0, 0.0]]))
+    >>> [(name, tensor.tolist()) for name, tensor in sent.export(q, "layer")]
+    [('layer.weight', [[7.0, -8.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]])]
+    """
+
+    of: NumberFormat
+
+    @property
+    def numbers(self) -> NumberFormat:
+        return self.of
+
+    @property
+    def shares_amax(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.of.shares_amax
+
+    def quantize(self, weight: Tensor, shared_amax: Tensor | None = None) -> QuantizedWeight:
+        return self.of.quantize(weight, shared_amax)
+
+    def dequantize(self, q: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
+        return super().dequantize(q, dtype) if q.format == self else self.of.dequantize(q, dtype)
+
+    def export(self, q: QuantizedWeight, name: str) -> Iterator[tuple[str, Tensor]]:
+        yield f"{name}.weight", self.dequantize(q, self.dtype)

@@ -325,8 +325,11 @@ def products_by(product: Product) -> Mapping[Any, Callable[..., Tensor]]:
     def addmm(input: Tensor, mat1: Tensor, mat2: Tensor) -> Tensor:
         return linear_by(product, mat1, mat2.t(), input)
 
+    def addmm_(input: Tensor, mat1: Tensor, mat2: Tensor, *, alpha: float) -> Tensor:
+        return input.add_(linear_by(product, mat1, (mat2 * alpha).t(), None))  # an adapter's term, as engines hold it
+
     matrices = dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm), matmul)
-    return {F.linear: linear, torch.addmm: addmm, **matrices}
+    return {F.linear: linear, torch.addmm: addmm, Tensor.addmm_: addmm_, **matrices}
 
 
 class BatchInvariant(TorchFunctionMode):
@@ -376,6 +379,11 @@ def batch_invariant(enabled: bool, product: Product | None = None) -> AbstractCo
 def one_by_one() -> bool:
     """Return whether operations must be those of the plain modules now, since a sampler computes them so."""
     return bool(BatchInvariant.entered) and not BatchInvariant.entered[-1].fused
+
+
+def engine_multiplies() -> bool:
+    """Return whether products with weights are an engine's own now."""
+    return bool(BatchInvariant.entered) and BatchInvariant.entered[-1].fused
 
 
 def as_entered() -> AbstractContextManager[object]:

@@ -152,7 +152,9 @@ class QuantizedPrecision(PublishingPrecision):
     def source(
         self, policy: Any, format: NumberFormat | None, exclude: Sequence[str] = (), head: bool = False
     ) -> WeightSource:
-        return LowBitSource(self, policy) if format == self.format else WeightSource(policy, format, exclude, head)
+        if format is not None and format.numbers == self.format:
+            return LowBitSource(self, policy, format)
+        return WeightSource(policy, format, exclude, head)
 
 
 class LowBitSource(WeightSource):
@@ -163,12 +165,13 @@ class LowBitSource(WeightSource):
     Args:
         plugin: whose layers the policy has.
         policy: as `WeightSource` takes it.
+        format: of what goes out: the plugin's, or its numbers multiplied out.
     """
 
     aligned = True
 
-    def __init__(self, plugin: QuantizedPrecision, policy: Any) -> None:
-        super().__init__(policy, plugin.format, plugin.exclude)
+    def __init__(self, plugin: QuantizedPrecision, policy: Any, format: NumberFormat) -> None:
+        super().__init__(policy, format, plugin.exclude)
         self.plugin = plugin
 
     @override

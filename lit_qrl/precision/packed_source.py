@@ -38,7 +38,7 @@ class PackedSource(WeightSource):
         self, plugin: Any, policy: Any, format: NumberFormat | None, exclude: Sequence[str], head: bool
     ) -> None:
         super().__init__(policy, format, exclude, head)
-        self.plugin, self.aligned = plugin, format == plugin.format
+        self.plugin, self.aligned = plugin, format is not None and format.numbers == plugin.format
 
     @override
     def shapes(self) -> dict[str, tuple[int, int]]:

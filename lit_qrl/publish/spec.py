@@ -12,7 +12,8 @@ from lightning.pytorch.accelerators import CUDAAccelerator
 from lit_qrl.diffusion_policy import DiffusionPolicy
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat
-from lit_qrl.formats.dense import Dense
+from lit_qrl.formats.dense import Dense, MultipliedOut
+from lit_qrl.formats.support import row_of
 from lit_qrl.loop.contracts import Learner
 from lit_qrl.loop.correction import needs_kept
 from lit_qrl.loop.routing import replayed_level
@@ -128,6 +129,8 @@ def sampler_spec(settings: PublishSettings, learner: Learner, on_hang: OnHang) -
         log.info("%s cannot score given tokens, so no probe compares it with the learner.", type(engine).__name__)
     if apart:
         make_room(engine, policy.lora)
+    if engine.batch_invariant and engine.kernels == "vllm":
+        format = in_one_order(format)
     spec = SamplerSpec(
         sampling=data.sampling,
         format=format,
@@ -162,6 +165,25 @@ def compute_dtype(trainer: Trainer) -> torch.dtype | None:
     return torch.float16 if plugin.precision == "16-mixed" else None
 
 
+def in_one_order(format: NumberFormat | None) -> NumberFormat | None:
+    """Return what a batch-invariant vLLM holds in a format's place.
+
+    Its kernels for low-bit weights alone add in an order that depends on the batch. A learner multiplies those out, and
+    so goes out what it multiplies by.
+
+    Args:
+        format: of the learner's and the sampler's layers.
+    """
+    if format is None or format.quantizes_activations or row_of(format).vllm_varies is None:
+        return format
+    log.info(
+        "data.engine.batch_invariant: weights in %s go to vLLM multiplied out, in bf16, since no kernel of its own "
+        "multiplies them in one order. The numbers are the same; they take 16 bits each there, and bf16's time.",
+        format.name,
+    )
+    return MultipliedOut(format)
+
+
 def _check_same_arithmetic(
     settings: PublishSettings, format: NumberFormat | None, aligned: NumberFormat | None, learner: Learner
 ) -> None:
@@ -174,7 +196,17 @@ def _check_same_arithmetic(
             f"publisher.format: {format and format.name}",
             _remedy_of_format(format),
         ),
-        (learner.policy.lora is not None, "model.policy.lora", "Train all weights."),
+        (
+            learner.policy.lora is not None and learner.data.engine.kernels != "vllm",
+            "model.policy.lora",
+            "Train all weights, or take VLLMEngine.",
+        ),
+        (settings.unaligned, "publisher.unaligned: true", "Leave it out."),
+        (
+            isinstance(plugin, PublishingPrecision) and plugin.share_weights,
+            "share_weights of the precision plugin",
+            "Set it to false: vLLM's kernel for what it shares is another than the learner's.",
+        ),
         ("mixed" in str(plugin.precision), f"trainer.precision: {plugin.precision}", "Choose 32-true or bf16-true."),
         (getattr(plugin, "autocast", "none") != "none", "autocast of the precision plugin", "Set it to none."),
         (settings.quantize_head, "publisher.quantize_head", "Set it to false."),
@@ -336,7 +368,7 @@ def published_apart(lora: str, config: Any, engine: RolloutEngine, plugin: Any, 
 
 def make_room(engine: RolloutEngine, config: Any) -> None:
     """Give an engine that is built with room for adapters, and was given none, room for that of a PEFT config."""
-    if engine.max_lora_rank != 0 or engine.batch_invariant:
+    if engine.max_lora_rank != 0:
         return
     from lit_qrl.rollout.vllm.checks import LORA_RANKS
 

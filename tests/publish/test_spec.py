@@ -7,15 +7,16 @@ import torch
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 
 from lit_qrl import formats
 from lit_qrl.callbacks import AIS
 from lit_qrl.errors import ConfigError
+from lit_qrl.formats import MultipliedOut
 from lit_qrl.loop.contracts import Schedule
 from lit_qrl.objective import GRPO
 from lit_qrl.precision import NVFP4LoRA, QATAligned
-from lit_qrl.publish.spec import PublishSettings, compute_dtype, make_room, sampler_spec
+from lit_qrl.publish.spec import PublishSettings, compute_dtype, make_room, sampler_spec, source_of
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.engine import RolloutEngine, SamplerSpec
 from lit_qrl.rollout.vllm import VLLMEngine
@@ -150,6 +151,7 @@ def test_master_weights_are_not_promised_of_an_engine_that_holds_one_format(capl
         ({"plugin": MixedPrecision("bf16-mixed", "cpu")}, "trainer.precision: bf16-mixed"),
         ({"plugin": QATAligned("fp8_row", autocast="bf16")}, "autocast"),
         ({"plugin": QATAligned("fp8_row"), "format": formats.get("nvfp4"), "unaligned": True}, "nvfp4"),
+        ({"plugin": QATAligned("fp8_row"), "unaligned": True}, "publisher.unaligned: true"),
     ],
 )
 def test_a_batch_invariant_engine_wants_one_arithmetic_for_learner_and_sampler(options, given):
@@ -165,13 +167,69 @@ def test_a_batch_invariant_engine_wants_one_arithmetic_for_learner_and_sampler(o
 
 @pytest.mark.parametrize(
     ("plugin", "given"),
-    [(QATAligned("int4_group", kernel="dequantize"), "kernel: dequantize"), (None, "model.policy.head_dtype: fp32")],
+    [
+        (QATAligned("int4_group", kernel="dequantize"), "kernel: dequantize"),
+        (NVFP4LoRA(share_weights=True), "share_weights of the precision plugin"),
+        (None, "model.policy.head_dtype: fp32"),
+    ],
 )
 def test_where_vllm_is_the_batch_invariant_engine_its_own_kernels_and_head_are_wanted(plugin, given, monkeypatch):
     engine = TransformersEngine(batch_invariant=True)
     monkeypatch.setattr(engine, "kernels", "vllm", raising=False)
     with pytest.raises(ConfigError, match=f"compute differently.*Given: {given}"):
         spec(plugin, engine=engine)
+
+
+class Exact(TransformersEngine):
+    """An engine that multiplies as `VLLMEngine` does with `batch_invariant`, and loads anything."""
+
+    kernels = "vllm"
+
+    def __init__(self):
+        super().__init__()
+        self.batch_invariant = True
+
+    def validate(self, spec):
+        self.spec = spec
+
+
+@pytest.mark.parametrize("name", ["int4_group", "nvfp4", "mxfp4"])
+def test_weights_that_vllm_adds_up_in_any_order_go_out_multiplied_out(name, monkeypatch, caplog):
+    monkeypatch.setattr("lit_qrl.publish.spec._check_same_arithmetic", lambda *_: None)
+    with caplog.at_level("INFO", logger="lit_qrl"):
+        told = spec(QATAligned(name), engine=Exact())
+    assert f"weights in {name} go to vLLM multiplied out" in caplog.text
+    assert told.format == MultipliedOut(formats.get(name))
+    assert (told.aligned, told.format.name, told.format.bits_per_weight) == (True, "bf16", 16)
+    assert spec(NVFP4LoRA(name), LORA, engine=Exact()).adapter is LORA
+    for plugin in (None, QATAligned("fp8_row"), QATAligned("int4_group", activations="fp8")):
+        assert not isinstance(spec(plugin, engine=Exact()).format, MultipliedOut)
+    assert spec(QATAligned(name)).format == formats.get(name)
+
+
+@pytest.mark.parametrize("name", ["int4_group", "nvfp4"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_goes_out_multiplied_out_is_what_the_learner_multiplies_by(name, packed):
+    torch.manual_seed(0)
+    network = build_network(hidden_size=128, intermediate_size=128, head_dim=32).bfloat16()
+    format = formats.get(name)
+    plugin = NVFP4LoRA(format) if packed else QATAligned(format)
+    if packed:
+        network = get_peft_model(network, LoraConfig(r=8, target_modules="all-linear")).base_model.model
+    policy = SimpleNamespace(network=network, lora=LORA, named_weights=lambda: network.state_dict().items())
+    if packed:
+        plugin.configure_policy(policy)
+    plugin.convert_module(network)
+    source = source_of(policy, plugin, MultipliedOut(format))
+    assert source.aligned
+    sent = dict(source.base(torch.bfloat16) if packed else source.whole(lambda name, tensor: tensor, torch.bfloat16))
+    layers = plugin.packed(policy) if packed else plugin.layers(network)
+    assert len(layers) == len(source.shapes()) == 14
+    for layer, held in layers.items():
+        weight = held.dequantized(torch.bfloat16) if packed else held.prepared(torch.bfloat16).operand
+        assert sent[f"{layer}.weight"].equal(weight)
+        assert sent[f"{layer}.weight"].dtype == torch.bfloat16
+    assert not [key for key in sent if key.endswith(("_scale", "_packed", "_shape"))]
 
 
 @pytest.mark.parametrize(("rank", "pattern", "given", "room"), [(20, {}, 0, 32), (4, {"q": 64}, 0, 64), (20, {}, 8, 8)])

@@ -4,11 +4,12 @@ import csv
 
 import pytest
 import torch
-from transformers import LlamaConfig, Qwen3Config
+from peft import LoraConfig
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from lit_qrl.callbacks import AIS
 from lit_qrl.errors import ConfigError
-from lit_qrl.precision import QATAligned
+from lit_qrl.precision import PackedLoRA, QATAligned
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.engine import SamplerSpec
 from lit_qrl.rollout.vllm.engine import VLLMEngine
@@ -36,14 +37,20 @@ def test_the_log_ratio_of_every_token_is_zero(tmp_path, plugin, kind, head):
         with pytest.raises(ConfigError, match=r"compute capability 9\.0"):
             engine(batch_invariant=True).validate(SamplerSpec())
         return
+    learn_exactly(tmp_path, kind, head, plugin and QATAligned(plugin))
+
+
+def learn_exactly(tmp_path, kind, head, plugin, lora=None, published="auto"):
+    """Make a run of three iterations, of which every token's ratio must be 1."""
     model_folder(tmp_path / "model", config_class=kind, head_dim=head, **SIZES)
-    options = {"plugins": [QATAligned(plugin)]} if plugin else {"precision": "bf16-true"}
+    options = {"plugins": [plugin]} if plugin else {"precision": "bf16-true"}
     sizes = {"prompts_per_iteration": 40, "group_size": 8, "mini_batches": 2, "micro_batches": 2}
     _, _, data = fit(
         tmp_path,
         callbacks=[AIS()],
         format="auto",
-        policy={"dtype": "bf16", "gradient_checkpointing": True},
+        policy={"dtype": "bf16", "gradient_checkpointing": True, "lora": lora},
+        publisher={"lora": published},
         engine=engine(batch_invariant=True),
         trainer={"accelerator": "gpu", "max_epochs": 3, **options},
         data=sizes,
@@ -56,6 +63,38 @@ def test_the_log_ratio_of_every_token_is_zero(tmp_path, plugin, kind, head):
         assert float(row["mismatch/ratio_max"]) == float(row["mismatch/ratio_min"]) == 1
         assert float(row["mismatch/abs_log_ratio"]) == 0
         assert float(row["update/grad_norm"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "head", "plugin", "published"),
+    [
+        (LlamaConfig, 64, lambda: QATAligned("int4_group"), None),
+        (Qwen3Config, 128, lambda: QATAligned("int4_group"), None),
+        (Qwen3Config, 128, lambda: QATAligned("nvfp4"), None),
+        (LlamaConfig, 64, None, "adapter"),
+        (Qwen2Config, 64, None, "merged"),
+        (LlamaConfig, 64, lambda: PackedLoRA("int4_group"), "adapter"),
+        (Qwen3Config, 128, lambda: PackedLoRA("int4_group"), "adapter"),
+        (Qwen3Config, 128, lambda: PackedLoRA("fp8_row"), "adapter"),
+    ],
+    ids=[
+        "int4_group-64",
+        "int4_group-128",
+        "nvfp4-128",
+        "lora_beside_bf16-64",
+        "lora_merged_into_bf16-64",
+        "lora_beside_int4_group-64",
+        "lora_beside_int4_group-128",
+        "lora_beside_fp8_row-128",
+    ],
+)
+def test_so_it_is_of_weights_alone_in_few_bits_and_of_adapters(tmp_path, kind, head, plugin, published):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("refused, as above")
+    lora = None
+    if published is not None:  # trained from the start: with B at zero an adapter adds nothing
+        lora = LoraConfig(r=8, lora_alpha=12, target_modules="all-linear", init_lora_weights=False)
+    learn_exactly(tmp_path, kind, head, plugin and plugin(), lora, published or "auto")
 
 
 def test_layers_computed_alike_leave_the_last_bits_of_the_head(tmp_path):

@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from lit_qrl.network.adapters import merged_tensors
 from lit_qrl.network.autocast import autocast_input
+from lit_qrl.network.invariant import engine_multiplies
 from lit_qrl.network.names import base_of, is_adapter
 from lit_qrl.precision.layers.packed_linear import PackedLinear
 
@@ -55,12 +57,17 @@ class _Down(torch.autograd.Function):
 
 
 class _Up(torch.autograd.Function):
-    """`x Wᵀ + bias + scaling · down Bᵀ`, the second term added by the product that makes it."""
+    """`x Wᵀ + bias + scaling · down Bᵀ`, the second term added by its own product; or by the summed weight at once."""
 
     @staticmethod
-    def forward(ctx: Any, down: Tensor, held: tuple[Any, Tensor, Tensor, nn.Linear | PackedLinear, float]) -> Tensor:
-        ctx.first, x, low_b, ctx.base, ctx.scaling = held
-        out = _product(ctx.base, x).addmm_(down, low_b.t(), alpha=ctx.scaling)
+    def forward(
+        ctx: Any, down: Tensor, held: tuple[Any, Tensor, Tensor, nn.Linear | PackedLinear, float, Tensor | None]
+    ) -> Tensor:
+        ctx.first, x, low_b, ctx.base, ctx.scaling, merged = held
+        if merged is None:
+            out = _product(ctx.base, x).addmm_(down, low_b.t(), alpha=ctx.scaling)
+        else:
+            out = F.linear(x.reshape(-1, x.shape[-1]), merged, ctx.base.bias)
         # no view in autograd's eyes: a model may add to it in place, as Falcon's does
         return torch.ops.aten._unsafe_view(out, [*x.shape[:-1], out.shape[-1]])
 
@@ -112,12 +119,14 @@ class LoRALinear(PEFTLinear):
 
     lowers: bool = False
     """True where the model was made half precision around factors in fp32, which are lowered as autocast would."""
+    merged_forward: bool = False
+    """True where the sampler, to the last bit, multiplies by the rounded sum of base and adapter."""
     _low: tuple[Any, tuple[Tensor, Tensor]] | None = None
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the layer's output: "... in" -> "... out"."""
         base = base_of(self)
-        name = None if args or kwargs else self._plain(base)
+        name = None if args or kwargs else self.plain
         if name is None:
             return super().forward(x, *args, **kwargs)
         x_low = autocast_input(x)
@@ -127,11 +136,17 @@ class LoRALinear(PEFTLinear):
             return super().forward(x)
         low = self._lowered(a, b, x_low.dtype)
         down: Tensor = _Down.apply(x_low, a, b, low)  # pyright: ignore[reportAssignmentType]
-        held = (down.grad_fn, x_low, low[1], base, self.scaling[name])
+        merged = None
+        if self.merged_forward:
+            with torch._C.DisableTorchFunction():  # the sum is made as for the publish
+                merged = merged_tensors(self)["weight"]
+        held = (down.grad_fn, x_low, low[1], base, self.scaling[name], merged)
         return _Up.apply(down, held)  # pyright: ignore[reportReturnType]
 
-    def _plain(self, base: Any) -> str | None:
-        """Return the name of the adapter if it is the only one, trained or not, and nothing but two factors."""
+    @property
+    def plain(self) -> str | None:
+        """The name of the adapter if it is the only one, trained or not, and nothing but two factors."""
+        base: Any = base_of(self)
         names = self.active_adapters
         if len(names) != 1 or self.disable_adapters or self.merged or torch.compiler.is_compiling():
             return None
@@ -153,7 +168,7 @@ class LoRALinear(PEFTLinear):
         if isinstance(part, PackedLinear):
             return True
         weight = part if isinstance(part, Tensor) else part.weight
-        lowered = self.lowers and isinstance(part, Tensor)
+        lowered = (self.lowers or engine_multiplies()) and isinstance(part, Tensor)
         return weight.dtype == x.dtype or lowered or torch.is_autocast_enabled(x.device.type)
 
     def _lowered(self, a: Tensor, b: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -203,3 +218,15 @@ def swap_lora_linears(network: nn.Module) -> int:
     for layer in layers:
         layer.__class__ = LoRALinear
     return len(layers)
+
+
+def sum_factors(network: nn.Module, merged: bool) -> None:
+    """Let an adapter's layers multiply as an engine does that agrees to the last bit.
+
+    Args:
+        network: a model with or without an adapter.
+        merged: the engine holds the rounded sum of base and adapter; else both beside each other.
+    """
+    for layer in network.modules():
+        if isinstance(layer, LoRALinear):
+            layer.merged_forward = merged

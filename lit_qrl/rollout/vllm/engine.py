@@ -20,6 +20,7 @@ from lit_qrl.formats.base import NumberFormat
 from lit_qrl.network.experts import expert_stacks, unstacked
 from lit_qrl.network.linears import quantizable_linears
 from lit_qrl.network.structure import check_tokens
+from lit_qrl.precision.layers.lora_linear import sum_factors
 from lit_qrl.precision.vllm_kernels.borrowed import TILE_IN, TILE_OUT, MarlinNVFP4
 from lit_qrl.precision.vllm_kernels.exact import flash_attention, product
 from lit_qrl.receipts.clock import gc_pause
@@ -105,8 +106,9 @@ class VLLMEngine(RolloutEngine):
         start_timeout: the same for the engine's start, which may compile.
         seed: of the engine's own generators.
         batch_invariant: `same_kernels`, and plain products, the output head's too, by one kernel on both sides, so that
-            log-probs of learner and sampler are equal to the last bit: bf16, fp8_row and fp8_block of dense decoders on
-            one GPU of compute capability 9.0.
+            log-probs of learner and sampler are equal to the last bit: bf16, fp8_row, fp8_block and formats of weights
+            alone, which vLLM then holds multiplied out, and adapters over them; dense decoders on one GPU of compute
+            capability 9.0.
         same_kernels: compute each operation of a layer as the learner does, so that an aligned format which quantizes
             activations rounds the same numbers on both sides. For a GPU of compute capability 9.0, without
             compilation; `auto` does so for such a format where it was seen to hold, and `true` asks for the GPU alone.
@@ -199,7 +201,8 @@ class VLLMEngine(RolloutEngine):
         check_operators(spec.format)
         check_unverified(self._arguments)
         if self.batch_invariant:
-            same_kernels.check_exact(spec.format, self._arguments, self.max_lora_rank)
+            rank = 0 if spec.adapter is None else spec.adapter.r
+            same_kernels.check_exact(spec.format, self._arguments, rank, self.max_lora_rank)
         if self.same_kernels is True:
             same_kernels.check(self._arguments)
 
@@ -260,6 +263,7 @@ class VLLMEngine(RolloutEngine):
             self.policy.attention = flash_attention
         if self.batch_invariant:
             self.policy.product = product
+            sum_factors(self.policy.network, merged=self.spec.adapter is None)
         if self.routed is not None and not torch.cuda.is_available():
             from lit_qrl_vllm_fast.routes import record
 

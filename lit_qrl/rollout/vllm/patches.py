@@ -246,6 +246,21 @@ def in_one_order(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return apply
 
 
+def term_in_one_order(original: Callable[..., None]) -> Callable[..., None]:
+    """Return what adds the one adapter's term to products, part by part as the learner does under `batch_invariant`."""
+
+    def add(self: Any, y: Tensor, x: Tensor, a: Any, b: Any, scale: float, sizes: Sequence[int], **named: Any) -> None:
+        if not same_kernels.exact():
+            original(self, y, x, a, b, scale, sizes, **named)
+            return
+        from lit_qrl.precision.vllm_kernels import exact  # which brings transformers
+
+        for part, down, up in zip(y.split(list(sizes), dim=-1), a, b, strict=True):  # of q, k and v; of gate and up
+            part.add_(exact.product(exact.product(x, down[0, 0], None), up[0, 0], None))
+
+    return add
+
+
 @torch.no_grad()
 def fill(param: Tensor, *args: Any, **named: Any) -> None:
     """Fill a parameter before the first publish, integers with zeros.
@@ -385,6 +400,7 @@ PATCHES = (
             "vllm._custom_ops:cutlass_scaled_mm": of_many_rows,
             f"{_LAYERS}.linear:UnquantizedLinearMethod.apply": in_one_order,
             f"{_LAYERS}.vocab_parallel_embedding:UnquantizedEmbeddingMethod.apply": in_one_order,
+            "vllm.lora.punica_wrapper.punica_gpu:PunicaWrapperGPU.add_lora_linear": term_in_one_order,
         },
         [f"{_FLASH}.max_num_splits", f"{_FLASH}.scheduler_metadata", f"{_FLASH}.max_query_len"],
         device="cuda",

@@ -18,6 +18,9 @@ steps.
 
 `batch_invariant` adds what is left, so that every ratio is 1: products with plain weights, the head's too, are made by
 one Triton GEMM on both sides, and log-probs in the learner by the log-softmax of vLLM's sampler, which is torch's.
+Weights of a format that leaves activations alone are plain ones then: they go out multiplied out, as the learner has
+them. Both products of an adapter beside its base are that GEMM's, too; under one that goes out merged the learner
+multiplies by the same rounded sum.
 """
 
 import logging
@@ -31,6 +34,7 @@ from torch import Tensor
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats import support
+from lit_qrl.rollout.vllm.checks import LORA_RANKS
 from lit_qrl.rollout.vllm.installation import installed_version
 
 if TYPE_CHECKING:
@@ -98,13 +102,14 @@ def check(arguments: Mapping[str, Any], here: bool = True) -> None:
             )
 
 
-def check_exact(format: "NumberFormat | None", arguments: Mapping[str, Any], adapters: int) -> None:
+def check_exact(format: "NumberFormat | None", arguments: Mapping[str, Any], rank: int = 0, room: int = 0) -> None:
     """Raise `ConfigError` where `batch_invariant` cannot be had.
 
     Args:
         format: of the sampler's layers; None where they are plain.
         arguments: of `vllm.LLM`.
-        adapters: the largest rank of adapters published apart from their base; 0 for none.
+        rank: of the adapter that is published apart from its base; 0 for none.
+        room: `max_lora_rank`, the rank of the factors in the engine, which fills them up with zeros.
     """
     check(arguments)
     found = installed_version()
@@ -125,12 +130,12 @@ def check_exact(format: "NumberFormat | None", arguments: Mapping[str, Any], ada
             given=format.name,
             remedy="Choose one of them, or set data.engine.batch_invariant to false.",
         )
-    if adapters:
+    if rank != room:
         raise ConfigError(
-            "vLLM's kernels for adapters are not those of the learner.",
-            expected="data.engine.max_lora_rank: 0",
-            given=adapters,
-            remedy=REMEDY_EXACT,
+            "The engine would multiply an adapter of another rank than the learner's, which was not seen to be equal.",
+            expected=f"data.engine.max_lora_rank: {rank}, one of 0, {', '.join(map(str, LORA_RANKS))}",
+            given=room,
+            remedy="Leave it out, and give model.policy.lora one of these ranks; or set publisher.lora to merged.",
         )
 
 
@@ -167,10 +172,13 @@ def check_learner(network: Any, dtype: torch.dtype, exact: bool = False) -> None
         dtype: of the sampler's activations.
         exact: of `batch_invariant`, whose product was not compared in fp16.
     """
-    from lit_qrl.network.padding_free import is_padding_free  # these bring transformers
+    from lit_qrl.network.names import is_adapted  # these bring transformers
+    from lit_qrl.network.padding_free import is_padding_free
+    from lit_qrl.precision.layers.lora_linear import LoRALinear
     from lit_qrl.precision.layers.one_pass import OnePassRMSNorm
 
     own = next(network.parameters()).dtype
+    adapted = [part for part in network.modules() if is_adapted(part)]
     for differs, expected, given in (
         (
             own != dtype or dtype not in (torch.bfloat16, torch.bfloat16 if exact else torch.float16),
@@ -186,6 +194,11 @@ def check_learner(network: Any, dtype: torch.dtype, exact: bool = False) -> None
             not any(isinstance(part, OnePassRMSNorm) for part in network.modules()),
             "model.policy.fuse: auto",
             "a learner whose norms are not fused",
+        ),
+        (
+            exact and not all(isinstance(part, LoRALinear) and part.plain is not None for part in adapted),
+            "plain LoRA on linear layers in model.policy.lora, without dropout",
+            "an adapter that PEFT computes",
         ),
     ):
         if differs:

@@ -117,7 +117,7 @@ def test_codes_are_the_layers_own_and_follow_an_update(on_cpu):
 def test_what_an_engine_is_lent_is_what_the_forward_pass_multiplies(on_cpu):
     torch.manual_seed(0)
     layer, plugin = converted("fp8_row", Attention())
-    source = LowBitSource(plugin, SimpleNamespace(network=decoder(layer)))
+    source = LowBitSource(plugin, SimpleNamespace(network=decoder(layer)), plugin.format)
     held = source.held()
     lent = [held(f"0.{leaf}", getattr(layer, leaf).weight) for leaf in LEAVES]
     products(layer, torch.randn(4, 256))

@@ -4,16 +4,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch.nn import functional as F
 from transformers import GPT2Config, LlamaConfig, Qwen3Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.formats import NVFP4, FP8Block, FP8Row, Int4Group, Int8Channel
+from lit_qrl.formats import FP8Block, FP8Row, Int4Group, Int8Channel, MultipliedOut
+from lit_qrl.network import invariant
+from lit_qrl.network.adapters import merged_tensors
 from lit_qrl.network.padding_free import ATTENTION
 from lit_qrl.network.structure import outline
+from lit_qrl.precision.layers.lora_linear import sum_factors, swap_lora_linears
 from lit_qrl.precision.layers.one_pass import OnePassRMSNorm
 from lit_qrl.precision.vllm_kernels import exact
+from lit_qrl.rollout.adapter import scaling
 from lit_qrl.rollout.engine import SamplerSpec
 from lit_qrl.rollout.vllm import patches, same_kernels
 from lit_qrl.rollout.vllm.engine import VLLMEngine
@@ -94,15 +99,17 @@ def test_what_computes_otherwise_is_refused(monkeypatch, available, options, exp
         same_kernels.check(engine._arguments)
 
 
-def exactly(format=None, **options):
+def exactly(format=None, rank=0, **options):
     engine = VLLMEngine(batch_invariant=True, **options)
-    same_kernels.check_exact(format, engine._arguments, engine.max_lora_rank)
+    same_kernels.check_exact(format, engine._arguments, rank, engine.max_lora_rank)
 
 
 def test_the_exact_mode_is_had_with_the_formats_whose_products_it_has(hopper):
     exactly()
     exactly(FP8Row())
     exactly(FP8Block())
+    exactly(MultipliedOut(Int4Group()))
+    exactly(rank=8, max_lora_rank=8)
     exactly(engine_args={"attention_backend": "FLASH_ATTN"})
 
 
@@ -112,10 +119,10 @@ def test_the_exact_mode_is_had_with_the_formats_whose_products_it_has(hopper):
         ({"capability": (8, 0)}, r"compute capability 9\.0.*Given: \(8, 0\)"),
         ({"capability": (10, 0)}, r"compute capability 9\.0.*Given: \(10, 0\)"),
         ({"version": (0, 32, 0)}, r"vLLM 0\.26.*Given: 0\.32\.0"),
-        ({"format": Int4Group()}, "Machete.*depends on the batch.*Given: int4_group"),
-        ({"format": NVFP4()}, "Marlin.*depends on the batch.*Given: nvfp4"),
+        ({"format": Int4Group(activations="fp8")}, "Machete.*depends on the batch.*Given: int4_group"),
         ({"format": Int8Channel()}, "kernel that was not tried.*Given: int8_channel"),
-        ({"max_lora_rank": 8}, "max_lora_rank: 0.*Given: 8"),
+        ({"max_lora_rank": 8}, "max_lora_rank: 0, one of 0, 8, 16.*Given: 8"),
+        ({"rank": 20, "max_lora_rank": 32}, "max_lora_rank: 20, one of 0, 8, 16.*Given: 32"),
         ({"engine_args": {"attention_backend": "FLASHINFER"}}, "attention_backend left out.*Given: .*FLASHINFER"),
         ({"engine_args": {"compilation_config": {"mode": 3}}}, "compilation_config left out"),
     ],
@@ -163,6 +170,78 @@ def test_plain_products_of_the_exact_mode_are_the_learners_and_of_others_vllms(m
     assert apply(None, layer, torch.ones(1, 3), layer.bias) == "theirs"
     monkeypatch.setattr(same_kernels, "_exact", True)
     assert apply(None, layer, torch.ones(1, 3), layer.bias).equal(layer(torch.ones(1, 3)))
+
+
+PARTS = {"q_proj": 96, "k_proj": 64, "v_proj": 64}
+
+
+def adapted(variant=False):
+    """A learner's layers under an adapter, as a policy in bf16 has them: the factors stay in fp32."""
+    torch.manual_seed(0)
+    config = LoraConfig(r=8, lora_alpha=12, target_modules=list(PARTS), init_lora_weights=False, use_dora=variant)
+    layers = torch.nn.ModuleDict({name: torch.nn.Linear(128, size) for name, size in PARTS.items()}).bfloat16()
+    network = get_peft_model(layers, config).base_model.model
+    swap_lora_linears(network)
+    return network, config
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_an_adapters_layer_has_the_engines_bits_whatever_is_beside_a_row(monkeypatch, apart):
+    monkeypatch.setattr(exact, "product", invariant._tiled)  # which adds in one order, too
+    monkeypatch.setattr(same_kernels, "_exact", True)
+    network, config = adapted()
+    layers = [network[name] for name in PARTS]
+    x, upstream = torch.randn(2, 35, 128).bfloat16(), torch.randn(2, 35, sum(PARTS.values())).bfloat16()
+    factors = [one for layer in layers for one in (layer.lora_A["default"].weight, layer.lora_B["default"].weight)]
+
+    def learned():
+        out = torch.cat([layer(x) for layer in layers], dim=-1)
+        return out.detach(), torch.autograd.grad(out, factors, upstream)
+
+    sum_factors(network, merged=not apart)
+    with invariant.batch_invariant(True, exact.product):
+        found, gradients = learned()
+    weights = [layer.base_layer.weight if apart else merged_tensors(layer)["weight"] for layer in layers]
+    rows = x.flatten(0, 1)
+    held = [[one.detach()[None, None].bfloat16() for one in factors[half::2]] for half in (0, 1)]
+    for one in held[1]:
+        one.mul_(scaling(config, "q_proj", 8))  # as the engine's buffers have them
+    add = patches.term_in_one_order(lambda *_, **__: pytest.fail("vLLM's own"))
+    for start in range(0, len(rows), 7):  # as many tokens as an engine may decode at a time
+        some = rows[start : start + 7]
+        with torch.inference_mode():
+            pairs = zip(weights, layers, strict=True)
+            drawn = torch.cat([exact.product(some, w, layer.base_layer.bias) for w, layer in pairs], dim=-1)
+            if apart:
+                add(None, drawn, some, *held, 1.0, tuple(PARTS.values()))
+        assert drawn.equal(found.flatten(0, 1)[start : start + 7])
+    sum_factors(network, merged=False)
+    for layer in layers:
+        layer.lowers = True
+    expected, wanted = learned()
+    assert not found.equal(expected)
+    torch.testing.assert_close(found, expected, atol=3e-2, rtol=3e-2)
+    for one, other in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(one, other, atol=0.3, rtol=2e-2)
+
+
+def test_the_term_of_an_engine_that_is_not_exact_is_vllms():
+    asked = []
+    patches.term_in_one_order(lambda *args, **named: asked.append((args, named)))(1, 2, 3, 4, 5, 6.0, (7,), buffer=None)
+    assert asked == [((1, 2, 3, 4, 5, 6.0, (7,)), {"buffer": None})]
+
+
+def test_an_adapter_that_peft_computes_is_refused():
+    config = _Config(model_type="qwen2", head_dim=64, _attn_implementation=ATTENTION)
+    for variant in (False, True):
+        learner = model(config)
+        learner.append(adapted(variant)[0])
+        same_kernels.check_learner(learner, torch.bfloat16)
+        if variant:
+            with pytest.raises(ConfigError, match=r"plain LoRA on linear layers.*Given: an adapter that PEFT computes"):
+                same_kernels.check_learner(learner, torch.bfloat16, exact=True)
+        else:
+            same_kernels.check_learner(learner, torch.bfloat16, exact=True)
 
 
 class _Config(SimpleNamespace):
