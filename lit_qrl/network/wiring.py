@@ -32,8 +32,9 @@ def norms_before_projections(network: Any) -> dict[str, list[str]]:
     readers: dict[str, list[str]] = {}
 
     def note(name: str, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
-        if isinstance(output, Tensor):
-            written.append((f"{name}.weight", output))  # kept, so that no other tensor takes its place
+        made = output[0] if isinstance(output, tuple) else output  # beside the sum that a fused norm is the norm of
+        if isinstance(made, Tensor):
+            written.append((f"{name}.weight", made))  # kept, so that no other tensor takes its place
 
     def look(name: str, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         for given in (one for one in (*arguments, *keywords.values()) if isinstance(one, Tensor)):

@@ -62,7 +62,7 @@ def learn_exactly(tmp_path, kind, head, plugin, lora=None, published="auto"):
     for row in found:
         assert float(row["mismatch/ratio_max"]) == float(row["mismatch/ratio_min"]) == 1
         assert float(row["mismatch/abs_log_ratio"]) == 0
-        assert float(row["update/grad_norm"]) > 0
+    assert any(float(row["update/grad_norm"] or 0) > 0 for row in found)  # none where all rewards of a group agree
 
 
 @pytest.mark.parametrize(
