@@ -43,7 +43,7 @@ class FormatSupport:
             there is to do.
         vllm_copied_on: devices where that is so; on a CPU kernels keep packed copies out of sight.
         vllm_lends: devices on which a learner can compute with the weights in vLLM's memory.
-        vllm_varies: vLLM's kernel for it on CUDA where that adds in another order in another batch; None where not.
+        vllm_varies: whether vLLM's kernel for it on CUDA was not seen to add in one order in every batch.
         folders: whether `quantize` and `export` write folders in it: those that some library reads, or a format's own.
         folder_experts: libraries that read the experts of a mixture in it from a folder, beside `NVFP4LoRA` where it is
             weight-only.
@@ -65,7 +65,7 @@ class FormatSupport:
     vllm_copied: tuple[str, ...] = ()
     vllm_copied_on: tuple[str, ...] = ("cuda",)
     vllm_lends: tuple[str, ...] = ()
-    vllm_varies: str | None = "a kernel that was not tried"
+    vllm_varies: bool = True
     folders: bool = True
     folder_experts: tuple[str, ...] = ("vLLM",)
     folder_dtype: torch.dtype | None = None
@@ -75,18 +75,15 @@ class FormatSupport:
 _BOTH = ("cpu", "cuda")
 _LIBRARIES = ("vLLM", "transformers")
 _PLAIN = FormatSupport(
-    vllm=_BOTH, vllm_varies=None, vllm_copied=("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+    vllm=_BOTH, vllm_varies=False, vllm_copied=("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 )
 _FP8 = FormatSupport(fp8=gemm.FP8, dequantizes_at_once=True, vllm=_BOTH, vllm_head=True, vllm_copied=("W8A8Fp8",))
 _4_BITS = FormatSupport(
     dequantizes_at_once=True,
     vllm=("cuda",),
-    vllm_varies="Marlin",
     folder_dtype=torch.bfloat16,
 )
-_INT4 = FormatSupport(
-    dequantizes_at_once=True, vllm=("cuda",), vllm_varies="Machete", vllm_half_only=_BOTH, vllm_head=True
-)
+_INT4 = FormatSupport(dequantizes_at_once=True, vllm=("cuda",), vllm_half_only=_BOTH, vllm_head=True)
 
 TABLE: dict[str, FormatSupport] = {
     "bf16": _PLAIN,
@@ -99,7 +96,7 @@ TABLE: dict[str, FormatSupport] = {
     ),
     "fp8_row": replace(
         _FP8,
-        vllm_varies=None,
+        vllm_varies=False,
         vllm_experts=("cuda",),
         folder_experts=_LIBRARIES,
         vllm_methods=("W8A8Fp8[channel]", "W8A16Fp8[channel]"),
@@ -108,7 +105,7 @@ TABLE: dict[str, FormatSupport] = {
         _FP8,
         own_gemm=gemm.FP8_BLOCKS,
         vllm=("cuda",),
-        vllm_varies=None,  # with the learner's product, as `same_kernels` has it
+        vllm_varies=False,  # with the learner's product, as `same_kernels` has it
         vllm_head=False,
         vllm_experts=("cuda",),
         vllm_methods=("W8A8Fp8[block]", "W8A16Fp8[block]", "Fp8LinearMethod[block]"),

@@ -174,7 +174,7 @@ def in_one_order(format: NumberFormat | None) -> NumberFormat | None:
     Args:
         format: of the learner's and the sampler's layers.
     """
-    if format is None or format.quantizes_activations or row_of(format).vllm_varies is None:
+    if format is None or format.quantizes_activations or not row_of(format).vllm_varies:
         return format
     log.info(
         "data.engine.batch_invariant: weights in %s go to vLLM multiplied out, in bf16, since no kernel of its own "

@@ -121,11 +121,10 @@ def check_exact(format: "NumberFormat | None", arguments: Mapping[str, Any], ran
             given=".".join(map(str, version)),
             remedy=REMEDY_EXACT,
         )
-    varies = None if format is None else support.row_of(format).vllm_varies
-    if format is not None and varies is not None:
-        known = support.names_where(lambda row: "cuda" in row.vllm and row.vllm_varies is None)
+    if format is not None and support.row_of(format).vllm_varies:
+        known = support.names_where(lambda row: "cuda" in row.vllm and not row.vllm_varies)
         raise ConfigError(
-            f"{varies}, by which vLLM multiplies {format.name} on a GPU, adds in an order that depends on the batch.",
+            f"vLLM's kernel for {format.name} on a GPU was not seen to add in one order whatever the batch is.",
             expected=f"publisher.format: {', '.join(known)}",
             given=format.name,
             remedy="Choose one of them, or set data.engine.batch_invariant to false.",
