@@ -5,9 +5,9 @@
     python benchmarks/on_policy.py --out docs/figures/on_policy/long --draw docs/figures/on_policy.png
 
 Each run is `lit-qrl fit --config configs/real/gsm8k.yaml` in a process of its own, 16 prompts × 8 completions of at
-most 300 tokens. An arm is a format, then what computes the learner: nothing (bf16), `aligned` (`QATAligned`) or
-`unified` (`UnifiedFP8`), and `own` where it keeps kernels of its own (`same_kernels: false`). The table has means over
-iterations, and medians of the seconds from the third on; `on_policy.csv` has every iteration, and the figure is of
+most 300 tokens. An arm is a format, then what computes the learner: nothing (bf16), `aligned` (`QATAligned`), `unified`
+(`UnifiedFP8`) or `lora` (an adapter over such a base); then `own` where it keeps kernels of its own (`same_kernels:
+false`), or `exact` (`batch_invariant: true`). The table has means over iterations, and medians of the seconds from the third on; `on_policy.csv` has every iteration, and the figure is of
 that. `--model` and `--data` as of `real_model.py`.
 """
 
@@ -20,7 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LEARNERS = {"": "rollout_{}", "aligned": "qat_{}", "unified": "unified_fp8"}
+LEARNERS = {"": "rollout_{}", "aligned": "qat_{}", "unified": "unified_fp8", "lora": "{}_lora"}
+ENGINES = {"own": ("same_kernels", "false"), "exact": ("batch_invariant", "true")}
 ARMS = {
     "bf16": "bf16 on both sides",
     "fp8_row": "FP8 sampler, bf16 learner",
@@ -30,11 +31,19 @@ ARMS = {
     "fp8_row/aligned": "QATAligned(fp8_row)",
     "fp8_block/aligned": "QATAligned(fp8_block)",
     "int4_group/aligned": "QATAligned(int4_group)",
+    "bf16/exact": "bf16, to the last bit",
+    "fp8_row/aligned/exact": "QATAligned(fp8_row), to the last bit",
+    "fp8_block/aligned/exact": "QATAligned(fp8_block), to the last bit",
+    "fp8_block/unified/exact": "UnifiedFP8, to the last bit",
+    "int4_group/aligned/exact": "QATAligned(int4_group), to the last bit",
+    "int4_group/lora/exact": "LoRA over int4_group, to the last bit",
+    "nvfp4/lora/exact": "LoRA over nvfp4, to the last bit",
 }
 SHOWN = {
     "KL": "mismatch/kl_k3",
     "|log-ratio|": "mismatch/abs_log_ratio",
     "ESS": "mismatch/ess_ratio",
+    "largest ratio": "mismatch/ratio_max",
     "iteration, s": "time/iteration",
     "rollout, s": "time/rollout",
     "update, s": "time/update",
@@ -44,8 +53,8 @@ TABLE = "on_policy.csv"
 
 def command(args: argparse.Namespace, arm: str, run: Path) -> list[str]:
     """Return the command line of an arm."""
-    format, _, rest = arm.partition("/")
-    learner, _, own = rest.partition("/")
+    format, *rest = arm.split("/")
+    learner = next((part for part in rest if part in LEARNERS), "")
     config = ROOT / "configs" / "precision" / f"{LEARNERS[learner].format(format)}.yaml"
     words = [sys.executable, "-m", "lit_qrl.cli", "fit", "--config", str(ROOT / "configs/real/gsm8k.yaml")]
     words += ["--config", str(config), "--model.policy.model", args.model, "--trainer.default_root_dir", str(run)]
@@ -57,7 +66,9 @@ def command(args: argparse.Namespace, arm: str, run: Path) -> list[str]:
     words += ["--data.prompts_per_iteration", "16", "--data.max_completion_tokens", "300"]
     words += ["--data.evaluation_limit", "8", "--report.every_n_iterations", "0"]
     words += ["--data.engine.init_args.gpu_memory_utilization", "0.2"]
-    return words + (["--data.engine.init_args.same_kernels", "false"] if own else []) + args.set
+    for name, value in (ENGINES[part] for part in rest if part in ENGINES):
+        words += [f"--data.engine.init_args.{name}", value]
+    return words + args.set
 
 
 def rows_of(run: Path) -> list[dict[str, float]]:

@@ -152,7 +152,7 @@ def token_logprobs(
     if chunk_elements is None:
         chunk_elements = CHUNK_ELEMENTS.get(device, CHUNK_ELEMENTS["cpu"])
     plain = bias is None and softcap is None and head_dtype is None and not (entropy and entropy_gradient)
-    kernel = plain and pick is None and kept is None and _kernel_takes(hidden)
+    kernel = plain and kept is None and _kernel_takes(hidden)
     if kernel:
         chunk_elements = asked or kernel_elements(total_memory(hidden.device.index))
     rows, width = (max(1, chunk_elements // size) for size in weight.shape)
@@ -289,6 +289,17 @@ class _Options(NamedTuple):
     stay: int
 
 
+def _tempered(logits: Tensor, options: _Options) -> Tensor:
+    """Return fp32 scores, scaled and at the temperature, of logits that no cap bounds any more."""
+    scores = _raised(logits)
+    if options.scale != 1.0:
+        scores = scores * options.scale
+    if options.temperature != 1.0:
+        # by a tensor: a GPU multiplies by the reciprocal of a number, which rounds differently
+        scores = scores / scores.new_tensor(options.temperature)
+    return scores
+
+
 def _outside(kept: Tensor, words: int) -> Tensor:
     """Return True "n v" for words that are not among the kept ids "n k"; nothing is outside of none."""
     outside = torch.ones(len(kept), words + 1, dtype=torch.bool, device=kept.device)
@@ -312,18 +323,11 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def _scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, options: _Options) -> tuple[Tensor, Tensor | None]:
         """Return the fp32 scores of a chunk and the derivative of the soft-cap, if there is one."""
-        scores = _raised(raised_linear(hidden, weight, bias, options.head_dtype, options.width))
-        if options.scale != 1.0:
-            scores = scores * options.scale
-        slope = None
-        if options.softcap is not None:
-            capped = torch.tanh(scores / options.softcap)
-            slope = 1 - capped.square()
-            scores = capped * options.softcap
-        if options.temperature != 1.0:
-            # by a tensor: a GPU multiplies by the reciprocal of a number, which rounds differently
-            scores = scores / scores.new_tensor(options.temperature)
-        return scores, slope
+        logits = raised_linear(hidden, weight, bias, options.head_dtype, options.width)
+        if options.softcap is None:
+            return _tempered(logits, options), None
+        capped = torch.tanh(_raised(logits) * options.scale / options.softcap)
+        return _tempered(capped * options.softcap, options._replace(scale=1.0)), 1 - capped.square()
 
     @staticmethod
     def forward(
@@ -354,6 +358,12 @@ class _TokenLogprobs(torch.autograd.Function):
                     logits, tokens[part], factor, options.entropy
                 )
                 logprobs[part] = chosen - normalizer[part]
+                if pick is not None:
+                    few = max(1, CHUNK_ELEMENTS["cuda"] // len(weight))
+                    picked = [
+                        pick(_tempered(logits[own], options), tokens[part][own]) for own in _parts(len(logits), few)
+                    ]
+                    logprobs[part] = torch.cat(picked)
                 if spread is not None:
                     entropies[part] = spread
                 continue

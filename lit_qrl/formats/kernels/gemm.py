@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import ceil
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -195,10 +195,11 @@ def settled_rows(n: int, k: int, device: torch.device, dtype: torch.dtype) -> in
 @torch.inference_mode(False)
 @torch.no_grad()
 def _settled_rows(n: int, k: int, device: torch.device, dtype: torch.dtype) -> int:
-    generator = torch.Generator(device).manual_seed(0)
-    a, b = (torch.randn(rows, k, generator=generator, device=device) for rows in (_ROW_STEPS[-1], n))
-    scale_a = torch.rand(_ROW_STEPS[-1], k // BLOCK, generator=generator, device=device) + 0.5
-    scale_b = block_scale_layout(torch.rand(n // BLOCK, k // BLOCK, generator=generator, device=device) + 0.5)
+    # in fp32, whatever a trainer's precision has made the default
+    drawn: Any = {"generator": torch.Generator(device).manual_seed(0), "device": device, "dtype": torch.float32}
+    a, b = (torch.randn(rows, k, **drawn) for rows in (_ROW_STEPS[-1], n))
+    scale_a = torch.rand(_ROW_STEPS[-1], k // BLOCK, **drawn) + 0.5
+    scale_b = block_scale_layout(torch.rand(n // BLOCK, k // BLOCK, **drawn) + 0.5)
     a, b = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
 
     def product(rows: int) -> Tensor:
