@@ -7,8 +7,8 @@
 Each run is `lit-qrl fit --config configs/real/gsm8k.yaml` in a process of its own, 16 prompts × 8 completions of at
 most 300 tokens. An arm is a format, then what computes the learner: nothing (bf16), `aligned` (`QATAligned`), `unified`
 (`UnifiedFP8`) or `lora` (an adapter over such a base); then `own` where it keeps kernels of its own (`same_kernels:
-false`), or `exact` (`batch_invariant: true`). The table has means over iterations, and medians of the seconds from the third on; `on_policy.csv` has every iteration, and the figure is of
-that. `--model` and `--data` as of `real_model.py`.
+false`), or `exact` (`batch_invariant: true`). The table has means over iterations, and medians of the seconds from the
+third on; `on_policy.csv` has every iteration, and the figure is of that. `--model` and `--data` as of `real_model.py`.
 """
 
 import argparse
