@@ -10,7 +10,6 @@ from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 from lit_qrl.report.figures import COLORS, INK, SMOOTH_FROM, prepare, running_mean
-from lit_qrl.report.page import fewer_colors
 from lit_qrl.report.run import Run, Series
 
 if TYPE_CHECKING:
@@ -284,9 +283,11 @@ def draw(study: "Study", results: Sequence[Result], path: Path) -> None:
                 loc="upper left",
                 bbox_to_anchor=(1, 1),
             )
+        from PIL import Image
+
         image = io.BytesIO()
         sheet.savefig(image, format="png", facecolor=ink["paper"], bbox_inches="tight")
-    path.write_bytes(fewer_colors(image.getvalue()))
+    Image.open(image).convert("RGB").quantize(256).save(path, format="png", optimize=True)
 
 
 def _band(axes: Any, runs: dict[int, Run], panel: str, color: str, **style: Any) -> None:

@@ -1,13 +1,12 @@
 """The plots of a report: what each figure shows, and how one is drawn for light and for dark pages."""
 
-import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from lit_qrl.report.page import fewer_colors
+from lit_qrl.report import page
 from lit_qrl.report.run import PHASES, Run, Seeds, Series, phase_series, takes_time
 
 if TYPE_CHECKING:
@@ -15,7 +14,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Sheet
 
 
-Theme = Literal["light", "dark"]
 Source = Run | Seeds
 """What a line is drawn of: a run, or several of one configuration."""
 
@@ -97,11 +95,11 @@ def figures_for(runs: Sequence[Source]) -> list[Figure]:
     return chosen
 
 
-def draw(figure: Figure, runs: Sequence[Source], labels: Sequence[str], theme: Theme) -> bytes:
-    """Return the PNG of a figure: the lines of one run, or each panel's first line for every run."""
+def draw(figure: Figure, runs: Sequence[Source], labels: Sequence[str]) -> tuple[bytes, bytes]:
+    """Return a figure's PNGs for light and dark pages: the lines of one run, or each panel's first for every run."""
     from matplotlib import rc_context
 
-    ink = INK[theme]
+    ink = INK["light"]
     with rc_context({"font.size": 9.0, "font.family": "sans-serif", "axes.unicode_minus": True}):
         sheet, all_axes = grid(len(figure.panels), ink)
         for axes, panel in zip(all_axes, figure.panels, strict=True):
@@ -117,9 +115,28 @@ def draw(figure: Figure, runs: Sequence[Source], labels: Sequence[str], theme: T
             # In a comparison the colours mean the same in every panel.
             if len(runs) == 1 or axes is all_axes[0]:
                 _legend(axes, panel.stacked and len(runs) == 1, ink)
-        image = io.BytesIO()
-        sheet.savefig(image, format="png", facecolor=ink["paper"])
-    return fewer_colors(image.getvalue())
+        return _light_and_dark(sheet)
+
+
+def _light_and_dark(sheet: "Sheet") -> tuple[bytes, bytes]:
+    """Return the PNGs of a sheet in light ink, and in dark: it is laid out once, which takes the longest."""
+    from matplotlib.colors import to_rgb, to_rgba
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+    from matplotlib.text import Text
+
+    canvas: Any = sheet.canvas
+    canvas.draw()
+    light = page.png_of(canvas.buffer_rgba())
+    sheet.set_layout_engine("none")
+    dark = {to_rgb(color): to_rgb(INK["dark"][kind]) for kind, color in INK["light"].items()}
+    for artist in sheet.findobj(lambda one: isinstance(one, Text | Line2D | Patch)):
+        for kind in ("facecolor", "edgecolor") if isinstance(artist, Patch) else ("color",):
+            red, green, blue, opaque = to_rgba(getattr(artist, f"get_{kind}")())
+            if (red, green, blue) in dark:
+                getattr(artist, f"set_{kind}")((*dark[red, green, blue], opaque))
+    canvas.draw()
+    return light, page.png_of(canvas.buffer_rgba())
 
 
 def grid(count: int, ink: dict[str, str]) -> "tuple[Sheet, list[Axes]]":
@@ -420,12 +437,12 @@ def histograms_of(run: Run) -> list[dict[str, Any]]:
     return [one for one in listed if _is_whole(one)] if isinstance(listed, list) else []
 
 
-def draw_histograms(histograms: list[dict[str, Any]], theme: Theme) -> bytes:
-    """Return the PNG of all histograms, side by side."""
+def draw_histograms(histograms: list[dict[str, Any]]) -> tuple[bytes, bytes]:
+    """Return the PNGs of all histograms, side by side, for light and dark pages."""
     from matplotlib import rc_context
     from matplotlib.colors import LogNorm
 
-    ink = INK[theme]
+    ink = INK["light"]
     with rc_context({"font.size": 9.0, "font.family": "sans-serif"}):
         sheet, all_axes = grid(len(histograms), ink)
         for axes, one in zip(all_axes, histograms, strict=True):
@@ -447,9 +464,7 @@ def draw_histograms(histograms: list[dict[str, Any]], theme: Theme) -> bytes:
             for position in one.get("lines") or ():
                 axes.axvline(position, color=ink["faint"], linewidth=1.0, linestyle="--")
             axes.set_xlabel(str(one["x"].get("label", "")), fontsize=8, color=ink["faint"])
-        image = io.BytesIO()
-        sheet.savefig(image, format="png", facecolor=ink["paper"])
-    return fewer_colors(image.getvalue())
+        return _light_and_dark(sheet)
 
 
 def _is_whole(one: Any) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from lit_qrl.report.run import Run, standard_error
@@ -138,12 +139,12 @@ def png(image: bytes) -> str:
     return f"data:image/png;base64,{base64.b64encode(image).decode('ascii')}"
 
 
-def fewer_colors(png: bytes) -> bytes:
-    """Return a plot with at most 256 colours, which takes about a third of the bytes."""
+def png_of(pixels: Any) -> bytes:
+    """Return a plot, "rows columns 4", as a PNG of at most 256 colours, which takes about a third of the bytes."""
     from PIL import Image
 
     small = io.BytesIO()
-    Image.open(io.BytesIO(png)).convert("RGB").quantize(256).save(small, format="png", optimize=True)
+    Image.fromarray(np.asarray(pixels)).convert("RGB").quantize(256).save(small, format="png")
     return small.getvalue()
 
 

@@ -71,7 +71,7 @@ def render(run_folder: str | Path, out: str | Path | None = None) -> Path:
 
 def figure_section(figure: Figure, runs: Sequence[Source], labels: Sequence[str], out: Path) -> page.Section:
     """Return the section of a figure, and write its PNG into `out`."""
-    light, dark = draw(figure, runs, labels, "light"), draw(figure, runs, labels, "dark")
+    light, dark = draw(figure, runs, labels)
     description = f"{figure.heading}: {', '.join(panel.title for panel in figure.panels)} over iterations"
     return _picture(out, figure.key, figure.heading, figure.caption, description, light, dark)
 
@@ -187,7 +187,7 @@ def _histograms(run: Run, out: Path) -> page.Section | None:
     iteration = run.histograms.get("iteration")
     caption = f"The tokens of iteration {iteration}." if iteration is not None else ""
     description = "Histograms: " + ", ".join(str(one.get("title", "")) for one in histograms)
-    light, dark = draw_histograms(histograms, "light"), draw_histograms(histograms, "dark")
+    light, dark = draw_histograms(histograms)
     return _picture(out, "histograms", "Histograms", caption, description, light, dark)
 
 
