@@ -80,8 +80,7 @@ class GRPOModule(Described, LightningModule):
         lr_schedule: `constant`, or `linear` or `cosine` decay to zero over the run, per optimizer step. A decay ties
             each step's rate to the length of the run, so extending the run changes the rates.
         warmup: share of the run's optimizer steps with linearly rising learning rate.
-        lr_scheduler: any scheduler instead of these two, stepped per optimizer step; one that watches a `monitor` for a
-            plateau is stepped per iteration.
+        lr_scheduler: any scheduler instead of these two, stepped per optimizer step; none that waits on a plateau.
         evaluate_first: run the validation once before the first iteration.
         master_weights: keep fp32 masters of 16-bit weights, for 2 more bytes per parameter; false loses updates that
             are smaller than the weights' rounding.
@@ -300,8 +299,7 @@ class GRPOModule(Described, LightningModule):
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)
         optimizer = trained_by(self.optimizer, trainable, self.master_weights, scaler)
         steps = int(self.trainer.estimated_stepping_batches)
-        every = self.trainer.check_val_every_n_epoch
-        made = scheduled(optimizer, steps, self.lr_schedule, self.warmup, self.lr_scheduler, every)
+        made = scheduled(optimizer, steps, self.lr_schedule, self.warmup, self.lr_scheduler)
         return {"optimizer": optimizer, "lr_scheduler": made}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
