@@ -1,6 +1,5 @@
 """GRPO as a LightningModule: Lightning's hooks around `loop.iteration`, and the gradient of the objective."""
 
-import logging
 import os
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +11,6 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 
-from lit_qrl.aliases import METRICS
 from lit_qrl.data.benchmark import Share
 from lit_qrl.data.module import RolloutDataModule
 from lit_qrl.errors import ConfigError, require_object
@@ -61,8 +59,6 @@ from lit_qrl.run.torch_settings import make_deterministic
 from lit_qrl.strategies.peers import Peers
 from lit_qrl.strategies.sharded import ShardedStrategy
 from lit_qrl.types import AllReduce, MicroBatch, RolloutBatch
-
-log = logging.getLogger(__name__)
 
 
 class GRPOModule(Described, LightningModule):
@@ -227,9 +223,6 @@ class GRPOModule(Described, LightningModule):
             )
         if self.policy.denoises:
             check_estimated(list(rl_callbacks(self.trainer)), objective)
-        monitored: set[Any] = {getattr(callback, "monitor", None) for callback in self.trainer.callbacks}  # pyright: ignore
-        for former in monitored & METRICS.keys():
-            log.warning("The metric %s is called %s now; monitoring the former name goes on.", former, METRICS[former])
         follow_iterations(self.trainer)
         self.policy.batch_invariant = data.engine.batch_invariant
         if isinstance(self.trainer.strategy, ShardedStrategy):
@@ -467,9 +460,6 @@ class GRPOModule(Described, LightningModule):
             for name, metric in accuracy.items():
                 shown = name in accuracy.accuracies
                 self.log(f"{place}/{name}", metric, on_epoch=True, batch_size=max(len(share), 1), prog_bar=shown)
-                former = {now: old for old, now in METRICS.items()}.get(f"{place}/{name}")
-                if former:  # what a callback may monitor
-                    self.log(former, metric, on_epoch=True, batch_size=max(len(share), 1), logger=False)
 
     def validation_step(self, batch: Share, batch_idx: int) -> None:
         """Greedy pass@1, sampled avg@k and pass@k on a set of held-out problems, each with its interval."""
