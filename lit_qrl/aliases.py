@@ -1,4 +1,4 @@
-"""Names of earlier versions: of modules, in Python, in YAML and on the command line, and of metrics."""
+"""Names of earlier versions: of modules, in Python, in YAML and on the command line."""
 
 import logging
 import os
@@ -30,8 +30,6 @@ MOVED = {
 }
 """From what a module or package was called to what it is called, both within `lit_qrl`; what lay in it is in there."""
 
-METRICS = {f"{stage}/pass@1": f"{stage}/greedy_pass@1" for stage in ("val", "test")}
-"""From what a metric was called to what it is called; a callback may go on monitoring the former name."""
 OFFERED = {
     "CausalPolicy": "policy",
     "GRPOModule": "module",

@@ -1,6 +1,5 @@
 """GRPO as a LightningModule: Lightning's hooks around `loop.iteration`, and the gradient of the objective."""
 
-import logging
 import os
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +11,6 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 
-from lit_qrl.aliases import METRICS
 from lit_qrl.data.benchmark import Share
 from lit_qrl.data.module import RolloutDataModule
 from lit_qrl.errors import ConfigError, require_object
@@ -62,8 +60,6 @@ from lit_qrl.strategies.peers import Peers
 from lit_qrl.strategies.sharded import ShardedStrategy
 from lit_qrl.types import AllReduce, MicroBatch, RolloutBatch
 
-log = logging.getLogger(__name__)
-
 
 class GRPOModule(Described, LightningModule):
     """Trains a policy on groups of completions; nothing in it knows about number formats.
@@ -80,8 +76,7 @@ class GRPOModule(Described, LightningModule):
         lr_schedule: `constant`, or `linear` or `cosine` decay to zero over the run, per optimizer step. A decay ties
             each step's rate to the length of the run, so extending the run changes the rates.
         warmup: share of the run's optimizer steps with linearly rising learning rate.
-        lr_scheduler: any scheduler instead of these two, stepped per optimizer step; one that watches a `monitor` for a
-            plateau is stepped per iteration.
+        lr_scheduler: any scheduler instead of these two, stepped per optimizer step; none that waits on a plateau.
         evaluate_first: run the validation once before the first iteration.
         master_weights: keep fp32 masters of 16-bit weights, for 2 more bytes per parameter; false loses updates that
             are smaller than the weights' rounding.
@@ -228,9 +223,6 @@ class GRPOModule(Described, LightningModule):
             )
         if self.policy.denoises:
             check_estimated(list(rl_callbacks(self.trainer)), objective)
-        monitored: set[Any] = {getattr(callback, "monitor", None) for callback in self.trainer.callbacks}  # pyright: ignore
-        for former in monitored & METRICS.keys():
-            log.warning("The metric %s is called %s now; monitoring the former name goes on.", former, METRICS[former])
         follow_iterations(self.trainer)
         self.policy.batch_invariant = data.engine.batch_invariant
         if isinstance(self.trainer.strategy, ShardedStrategy):
@@ -300,8 +292,7 @@ class GRPOModule(Described, LightningModule):
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)
         optimizer = trained_by(self.optimizer, trainable, self.master_weights, scaler)
         steps = int(self.trainer.estimated_stepping_batches)
-        every = self.trainer.check_val_every_n_epoch
-        made = scheduled(optimizer, steps, self.lr_schedule, self.warmup, self.lr_scheduler, every)
+        made = scheduled(optimizer, steps, self.lr_schedule, self.warmup, self.lr_scheduler)
         return {"optimizer": optimizer, "lr_scheduler": made}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -469,9 +460,6 @@ class GRPOModule(Described, LightningModule):
             for name, metric in accuracy.items():
                 shown = name in accuracy.accuracies
                 self.log(f"{place}/{name}", metric, on_epoch=True, batch_size=max(len(share), 1), prog_bar=shown)
-                former = {now: old for old, now in METRICS.items()}.get(f"{place}/{name}")
-                if former:  # what a callback may monitor
-                    self.log(former, metric, on_epoch=True, batch_size=max(len(share), 1), logger=False)
 
     def validation_step(self, batch: Share, batch_idx: int) -> None:
         """Greedy pass@1, sampled avg@k and pass@k on a set of held-out problems, each with its interval."""

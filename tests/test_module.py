@@ -6,7 +6,6 @@ from unittest import mock
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.nn import functional as F
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
@@ -227,17 +226,6 @@ def test_validate_alone_publishes_first(tmp_path):
     accuracies = {f"val/{name}{bound}" for name in ("greedy_pass@1", "accuracy") for bound in BOUNDS}
     assert set(result) == accuracies | {"val/greedy_stopped", "val/stopped"}
     assert 0 <= result["val/accuracy_ci_low"] <= result["val/accuracy"] <= result["val/accuracy_ci_high"] <= 1
-
-
-def test_a_callback_may_go_on_monitoring_the_former_name_of_greedy_accuracy(tmp_path, caplog):
-    best = ModelCheckpoint(monitor="val/pass@1", mode="max", dirpath=tmp_path / "best", save_weights_only=True)
-    options = {"limit_val_batches": 1.0, "check_val_every_n_epoch": 1, "max_epochs": 1}
-    with caplog.at_level("WARNING"):
-        trainer, _, _ = fit(tmp_path, callbacks=[best], trainer=options)
-    assert trainer.callback_metrics["val/pass@1"] == trainer.callback_metrics["val/greedy_pass@1"]
-    assert best.best_model_score == trainer.callback_metrics["val/greedy_pass@1"]
-    assert "val/pass@1" not in rows_of(tmp_path)[0]
-    assert caplog.text.count("val/pass@1 is called val/greedy_pass@1 now") == 1
 
 
 def test_fit_evaluates_before_the_first_iteration_without_disturbing_the_training(tmp_path):

@@ -1,11 +1,8 @@
 """Adaptive importance sampling as a callback."""
 
-from collections import deque
 from typing import Any, Literal
 
-import torch
 from lightning.pytorch import Trainer
-from torch import Tensor
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.functional._checks import check_ais, check_choice
@@ -13,9 +10,6 @@ from lit_qrl.functional.adaptive import AISGate, ais_gate, ais_oracle, ais_weigh
 from lit_qrl.functional.importance import log_ratio
 from lit_qrl.loop.hooks import RLCallback, trainer_all_reduce
 from lit_qrl.types import Correction, LossContext, RolloutBatch
-
-# Gates kept for the checkpoint and the report: a thousand mini-batches are 32 kB.
-HISTORY = 1000
 
 
 class AIS(RLCallback):
@@ -65,7 +59,7 @@ class AIS(RLCallback):
         self.scope: Literal["minibatch", "rollout"] = scope
         self.oracle = oracle
         self.needs_learner_old = scope == "rollout"
-        self.gates: deque[Tensor] = deque(maxlen=HISTORY)
+        self._of_rollout: AISGate | None = None
 
     def on_rollout_end(self, trainer: Trainer, module: Any, batch: RolloutBatch) -> None:
         if self.scope == "minibatch":
@@ -78,17 +72,16 @@ class AIS(RLCallback):
                 remedy="Set old_logprobs to decoupled, or scope to minibatch.",
             )
         d = log_ratio(batch.learner_old_logprobs, batch.sampler_logprobs, batch.mask)
-        gate = ais_gate(d, batch.mask, batch.advantages, all_reduce=trainer_all_reduce(trainer), **self._settings)
-        self._keep(torch.stack(list(gate)))
+        reduce = trainer_all_reduce(trainer)
+        self._of_rollout = ais_gate(d, batch.mask, batch.advantages, all_reduce=reduce, **self._settings)
 
     def correct(self, trainer: Trainer, module: Any, context: LossContext) -> Correction:
         if self.scope == "minibatch":
             gate = ais_gate(
                 context.log_ratio, context.mask, context.advantages, all_reduce=context.all_reduce, **self._settings
             )
-            self._keep(torch.stack(list(gate)))
-        elif self.gates:
-            gate = AISGate(*self.gates[-1].unbind())
+        elif self._of_rollout is not None:
+            gate = self._of_rollout
         else:
             raise ConfigError(
                 "AIS with scope: rollout has seen no rollout.",
@@ -112,20 +105,7 @@ class AIS(RLCallback):
             metrics["correction/oracle_alpha"], metrics["correction/oracle_alpha_exact"] = best
         return Correction(weights=weights, metrics=metrics)
 
-    def _keep(self, gate: Tensor) -> None:
-        if self.gates and self.gates[-1].device != gate.device:  # those of a checkpoint are read into the host's memory
-            self.gates = deque((one.to(gate.device) for one in self.gates), maxlen=HISTORY)
-        self.gates.append(gate)
-
     @property
     def _settings(self) -> dict[str, Any]:
         names = ("clip", "saturation", "tolerance", "sensitivity", "eps", "level")
         return {name: getattr(self, name) for name in names}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the last gates: one row each, columns as the fields of `AISGate`."""
-        fields = len(AISGate._fields)
-        return {"gates": torch.stack(list(self.gates)).cpu() if self.gates else torch.zeros(0, fields)}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.gates = deque(state_dict["gates"].unbind(), maxlen=HISTORY)

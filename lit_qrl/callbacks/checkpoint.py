@@ -16,7 +16,6 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities import rank_zero_only
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.optim.schedule import plateaus_seen
 from lit_qrl.run.checkpoint_files import Cadence, CheckpointFiles, read_checkpoint, staging, whole_checkpoints
 from lit_qrl.run.description import Described
 from lit_qrl.run.folder import check_place, last_checkpoint, shown
@@ -40,7 +39,7 @@ class RunCheckpoint(Described, Checkpoint):
     Beside the weights it holds which model they are of, optimizers with the low bits of 16-bit weights' masters,
     Lightning's loops, the position in the prompts with rollouts that were drawn ahead and how old their weights were,
     the budget of micro-batches, the publisher's version and the probe's baseline, the last evaluation, and each
-    callback's own (gates of AIS, stage and σ of AQN, counts of the guard). It holds no state of a random generator:
+    callback's own (stage and σ of AQN, counts of the guard). It holds no state of a random generator:
     draws follow from position, iteration and `data.base_seed`.
 
     Args:
@@ -106,7 +105,7 @@ class RunCheckpoint(Described, Checkpoint):
         if kept or ends or told is not None or self._due(trainer, iteration):
             began = time.perf_counter()
             telling = _told(trainer) if ends else nullcontext()
-            with pl_module.iteration.timed("checkpoint"), telling, plateaus_seen(trainer):
+            with pl_module.iteration.timed("checkpoint"), telling:
                 self._save(trainer, f"iteration-{iteration}" if kept else None)
             self._cadence.saved(began, time.perf_counter())
         self._interruption.resume()

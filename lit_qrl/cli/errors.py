@@ -25,7 +25,6 @@ HARDWARE = ("accelerator", "devices", "strategy")
 """Settings that are shown when Lightning names none."""
 WATCHES = {
     "EarlyStopping": r"Early stopping conditioned on metric `([^`]+)`",
-    "ReduceLROnPlateau": r"ReduceLROnPlateau conditioned on metric (\S+) ",
     "ModelCheckpoint": r"`ModelCheckpoint\(monitor='([^']+)'\)` could not find the monitored key",
 }
 """What says that a metric is missing, and how Lightning begins to say so."""

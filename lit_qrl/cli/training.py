@@ -41,7 +41,7 @@ from lit_qrl import (
     rollout,
     strategies,
 )
-from lit_qrl.aliases import METRICS, current
+from lit_qrl.aliases import current
 from lit_qrl.callbacks.checkpoint import all_iterations_had, resolve_checkpoint
 from lit_qrl.callbacks.defaults import FORCED
 from lit_qrl.callbacks.predictions import Predictions
@@ -524,12 +524,12 @@ def told(metrics: Mapping[str, Any]) -> list[str]:
     """Return a line for each metric of an evaluation, an accuracy with its 95 % interval.
 
     Args:
-        metrics: by name, as the Trainer has them; what carries a former name too is told once.
+        metrics: by name, as the Trainer has them.
 
     >>> told({"val/accuracy": 0.3359375, "val/accuracy_ci_low": 0.27, "val/accuracy_ci_high": 0.4})
     ['val/accuracy  0.336  [0.270, 0.400]']
     """
-    values = {name: float(value) for name, value in metrics.items() if name not in METRICS}
+    values = {name: float(value) for name, value in metrics.items()}
     shown = [name for name in values if not is_bound(name)]
     width = max(map(len, shown), default=0)
     return [f"{name:{width}}  {values[name]:.3f}{_interval(values, name)}" for name in shown]

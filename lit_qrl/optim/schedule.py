@@ -1,9 +1,7 @@
 """Learning-rate schedules over the whole run."""
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from copy import deepcopy
+from collections.abc import Callable
 from typing import Any, Literal
 
 from torch.optim import Optimizer
@@ -43,11 +41,8 @@ def scheduled(
     schedule: Schedule = "constant",
     warmup: float = 0.0,
     own: Callable[[Optimizer], Any] | None = None,
-    evaluated_every: int | None = None,
 ) -> dict[str, Any]:
     """Return a scheduler and when Lightning steps it: every optimizer step.
-
-    One that waits on a plateau is stepped when its metric is new: every iteration, or where that is evaluated.
 
     Args:
         optimizer: whose learning rate it sets.
@@ -55,10 +50,9 @@ def scheduled(
         schedule: form of the decay.
         warmup: share of the run, in [0, 1).
         own: makes another scheduler.
-        evaluated_every: iterations from one evaluation to the next.
 
     Raises:
-        ConfigError: for a scheduler that ends before the run, or that waits on a plateau of nothing.
+        ConfigError: for a scheduler that ends before the run, or that waits on a plateau.
 
     >>> import torch
     >>> scheduled(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), 10)["interval"]
@@ -68,16 +62,12 @@ def scheduled(
         own = lambda made: LambdaLR(made, lambda step: schedule_factor(step, steps, schedule, warmup))  # noqa: E731
     scheduler = own(optimizer)
     if isinstance(scheduler, ReduceLROnPlateau):
-        monitor = getattr(scheduler, "monitor", None)
-        if monitor is None:
-            raise ConfigError(
-                "model.lr_scheduler waits on a plateau of no metric.",
-                expected="lightning.pytorch.cli.ReduceLROnPlateau with a monitor, a column of metrics.csv",
-                given="torch.optim.lr_scheduler.ReduceLROnPlateau",
-                remedy="Set model.lr_scheduler to the former, and its monitor to reward/mean.",
-            )
-        every = evaluated_every or 1 if monitor.startswith("val/") else 1
-        return {"scheduler": scheduler, "interval": "epoch", "frequency": every, "monitor": monitor}
+        raise ConfigError(
+            "model.lr_scheduler waits on the plateau of a metric.",
+            expected="a scheduler that is stepped with every optimizer step",
+            given="ReduceLROnPlateau",
+            remedy="Set model.lr_schedule to linear or cosine, or EarlyStopping to end the run on a plateau.",
+        )
     ends = getattr(scheduler, "total_steps", None)  # of OneCycleLR, which raises behind its end
     if isinstance(ends, int) and ends < steps:
         raise ConfigError(
@@ -87,33 +77,3 @@ def scheduled(
             remedy="Raise it.",
         )
     return {"scheduler": scheduler, "interval": "step"}
-
-
-@contextmanager
-def plateaus_seen(trainer: Any) -> Iterator[None]:
-    """Within it, at the end of an epoch, schedules that wait on a plateau have seen that epoch already.
-
-    Lightning lets them see it after the callbacks, and does not repeat that when a run goes on from what a callback
-    saved then: the run would miss one observation.
-
-    Args:
-        trainer: Lightning's, whose callbacks are at the end of an epoch.
-    """
-    waiting = [config.scheduler for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
-    if not waiting:
-        yield
-        return
-    loop = trainer.fit_loop.epoch_loop
-    before = deepcopy(loop.scheduler_progress.state_dict())
-    schedules = [
-        (one, deepcopy(one.state_dict()), [group["lr"] for group in one.optimizer.param_groups]) for one in waiting
-    ]
-    try:
-        loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
-        yield
-    finally:
-        loop.scheduler_progress.load_state_dict(before)
-        for one, state, rates in schedules:
-            one.load_state_dict(state)
-            for group, rate in zip(one.optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate

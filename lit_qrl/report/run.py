@@ -11,7 +11,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lit_qrl.aliases import METRICS
 from lit_qrl.run.event_log import EVENTS_FILE, METRICS_FILE, SAMPLES_FILE, read_jsonl
 
 ENDINGS = {"finish": "finished", "interrupt": "interrupted", "exception": "failed"}
@@ -68,7 +67,7 @@ class Run:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.config_text = _read_text(self.folder / "config.yaml")
-        self.rows = [_of_today(row) for row in read_metrics(self.folder / METRICS_FILE)]
+        self.rows = read_metrics(self.folder / METRICS_FILE)
         self.events = read_jsonl(self.folder / EVENTS_FILE)
         self.samples = read_jsonl(self.folder / SAMPLES_FILE)
         self.publish = _read_json(self.folder / "publish.json")
@@ -270,10 +269,6 @@ class Run:
             return first
         every = math.gcd(*(epoch + 1 for epoch in later))
         return first if not later or later[0] == 0 or every > 1 else None
-
-
-def _of_today(row: dict[str, float]) -> dict[str, float]:
-    return {METRICS.get(name, name): value for name, value in row.items()}
 
 
 def _order(name: str) -> tuple[bool, int]:

@@ -165,7 +165,7 @@ REFUSED = {
         "--trainer.callbacks",
         json.dumps([{"class_path": "AQNNoise", "init_args": {"norms": ["*.nothing"], "num_stages": 2}}]),
     ],
-    "a schedule that waits on no metric": ["--model.lr_scheduler", "torch.optim.lr_scheduler.ReduceLROnPlateau"],
+    "a schedule that waits on a plateau": ["--model.lr_scheduler", "torch.optim.lr_scheduler.ReduceLROnPlateau"],
     "a schedule that ends before the run": [
         *("--model.lr_scheduler", "torch.optim.lr_scheduler.OneCycleLR"),
         *("--model.lr_scheduler.max_lr", 0.1, "--model.lr_scheduler.total_steps", 3),

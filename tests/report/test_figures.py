@@ -78,7 +78,7 @@ def test_a_share_that_stays_at_its_limit_has_no_axis_beyond_it(limits, value, sh
 
 
 def test_every_pass_at_k_gets_its_line(tmp_path):
-    run = write(tmp_path, "epoch,step,val/accuracy,val/pass@1,val/pass@16\n0,0,0.1,0.2,0.6\n")
+    run = write(tmp_path, "epoch,step,val/accuracy,val/greedy_pass@1,val/pass@16\n0,0,0.1,0.2,0.6\n")
     (figure,) = figures_for([run])
     assert [line.label for line in figure.panels[0].lines] == ["sampled", "greedy", "pass@16"]
 

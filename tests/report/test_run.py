@@ -175,11 +175,6 @@ def test_benchmarks_and_their_intervals(tmp_path):
     assert run.interval("val/own/thing") == (Series(), Series())
 
 
-def test_greedy_accuracy_is_found_under_its_former_name(tmp_path):
-    rows = [{"epoch": 0, "step": 0, "val/pass@1": 0.25}, {"epoch": 3, "step": 3, "val/greedy_pass@1": 0.75}]
-    assert write_csv(tmp_path, rows).series("val/greedy_pass@1").values == [0.25, 0.75]
-
-
 def write(folder, rows, events=""):
     names = list(rows[0])
     lines = [",".join(["epoch", "step", *(f"time/{name}" for name in names)])]

@@ -184,8 +184,10 @@ def test_a_run_without_one_of_its_files_has_a_page(make_run, without_plots, miss
 
 
 def test_a_run_of_an_older_version_has_a_page(tmp_path, without_plots):
-    """One row of a few columns under former names, samples of texts alone, receipts without shares."""
-    (tmp_path / "metrics.csv").write_text("epoch,step,reward/mean,val/pass@1,time/rollout\n0,0,0.5,,2.5\n0,0,,0.25,\n")
+    """One row of a few columns, samples of texts alone, receipts without shares."""
+    (tmp_path / "metrics.csv").write_text(
+        "epoch,step,reward/mean,val/accuracy,time/rollout\n0,0,0.5,,2.5\n0,0,,0.25,\n"
+    )
     (tmp_path / "samples.jsonl").write_text('{"iteration": 1, "prompt": "1+1=", "completion": "2", "reward": 1.0}\n')
     (tmp_path / "publish.json").write_text('{"version": 0, "layers": {"a": "bf16"}}')
     html, text = read(render(tmp_path))
