@@ -93,15 +93,6 @@ def test_a_bug_keeps_its_traceback(monkeypatch):
         main(["fit"])
 
 
-def test_the_user_s_folder_is_importable(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [path for path in sys.path if path != str(tmp_path)])
-    monkeypatch.setattr("lit_qrl.cli.main.run_training", lambda args: __import__("my_own_module"))
-    (tmp_path / "my_own_module.py").write_text("loaded = True")
-    main(["fit"])
-    assert sys.modules.pop("my_own_module").loaded
-
-
 def test_the_working_directory_comes_last_and_its_modules_are_found(tmp_path, monkeypatch):
     (tmp_path / "torch.py").write_text("raise SystemExit('not this one')\n")
     (tmp_path / "my_own_rewards.py").write_text("ANSWER = 42\n")

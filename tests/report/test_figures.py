@@ -107,14 +107,6 @@ def test_drawing_at_any_length_of_run(make_run, iterations, theme, paper):
         assert pixels(image)[0, 0, :3] == pytest.approx(paper, abs=0.01)
 
 
-def test_the_drawing_shows_the_values(tmp_path):
-    rows = "".join(f"{e},{e},{e % 7}\n" for e in range(30))
-    run = write(tmp_path, "epoch,step,reward/mean\n" + rows)
-    flat = write(tmp_path, "epoch,step,reward/mean\n" + "".join(f"{e},{e},0\n" for e in range(30)))
-    first, second = (draw(figures_for([one])[0], [one], ["a"], "light") for one in (run, flat))
-    assert (pixels(first) != pixels(second)).any()
-
-
 def test_drawing_nan_and_huge_values(tmp_path):
     rows = "0,0,1e300,inf,0\n1,1,nan,nan,0\n2,2,-1e300,1e-300,0\n"
     run = write(tmp_path, "epoch,step,reward/mean,mismatch/kl_k3,time/rollout\n" + rows)
