@@ -145,10 +145,3 @@ def test_shared_amax_is_the_largest_of_all():
     parts["b"] = torch.tensor([[float("inf")]])
     with pytest.raises(ValueError, match=r"b\.weight: .*NaN or inf"):
         shared_amax(parts)
-
-
-def test_parameters_come_out_detached():
-    parameter = torch.nn.Parameter(torch.randn(128, 128))
-    out = dict(weight_stream([("a.weight", parameter), ("n", parameter)], formats.get("fp8_row"), ["a"]))
-    assert {"a.weight", "n"} <= out.keys()
-    assert not any(tensor.requires_grad for tensor in out.values())

@@ -4,7 +4,6 @@ import struct
 import pytest
 
 from lit_qrl.report.figures import INK, Panel, _finish, draw, figures_for, grid
-from lit_qrl.report.page import fewer_colors
 from lit_qrl.report.run import Run, Seeds, Series
 
 
@@ -78,12 +77,6 @@ def test_a_share_that_stays_at_its_limit_has_no_axis_beyond_it(limits, value, sh
     assert axes.get_ylim() == pytest.approx((shown[0] - 0.05, shown[1] + 0.05))
 
 
-def test_every_pass_at_k_gets_its_line(tmp_path):
-    run = write(tmp_path, "epoch,step,val/accuracy,val/pass@1,val/pass@16\n0,0,0.1,0.2,0.6\n")
-    (figure,) = figures_for([run])
-    assert [line.label for line in figure.panels[0].lines] == ["sampled", "greedy", "pass@16"]
-
-
 def test_every_benchmark_gets_its_panel_and_intervals_are_no_lines(tmp_path):
     names = [f"val/{name}{bound}" for name in ("accuracy", "pass@4", "math/pass@1", "math/greedy_pass@1")
              for bound in ("", "_ci_low", "_ci_high")]  # fmt: skip
@@ -146,15 +139,3 @@ def test_a_phase_that_takes_no_time_is_no_bar(tmp_path):
     (figure,) = (one for one in figures_for([run]) if one.key == "time")
     assert [line.label for line in figure.panels[0].lines] == ["update", "checkpoint"]
     assert draw(figure, [run], ["a"], "light")
-
-
-def test_fewer_colors_are_fewer_bytes(make_run):
-    from matplotlib.figure import Figure as Sheet
-
-    image = io.BytesIO()
-    sheet = Sheet((4, 3))
-    sheet.subplots().plot(range(9))
-    sheet.savefig(image, format="png")
-    small = fewer_colors(image.getvalue())
-    assert len(small) < 0.7 * len(image.getvalue())
-    assert abs(pixels(small)[..., :3] - pixels(image.getvalue())[..., :3]).max() < 0.1
