@@ -96,12 +96,6 @@ def test_gates_of_a_checkpoint_follow_those_of_the_run_to_its_device():
     assert [gate.device.type for gate in callback.gates] == ["meta"] * 4
 
 
-def test_equal_policies_leave_every_weight_exactly_one():
-    for level in ("token", "sequence"):
-        got = AIS(level=level).correct(None, None, context(torch.float32, equal=True))
-        assert torch.equal(got.weights, torch.ones(8, 6))
-
-
 @pytest.mark.parametrize(
     "options, word",
     [

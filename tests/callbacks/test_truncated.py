@@ -69,13 +69,6 @@ def test_without_a_bound_extreme_weights_are_rejected_and_counted_not_clamped():
     assert quiet.keep.all()
 
 
-def test_equal_policies_leave_every_weight_exactly_one():
-    untruncated = [TruncatedIS("sequence", "auto", None), TruncatedIS(upper=math.inf)]
-    for corrects in (*map(TruncatedIS, LEVELS), *map(MaskedIS, LEVELS), *untruncated):
-        got = corrects.correct(None, None, context(torch.float32, equal=True))
-        assert torch.equal(got.weights, torch.ones(8, 6))
-
-
 @pytest.mark.parametrize(
     ("corrects", "options", "word"),
     [

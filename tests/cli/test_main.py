@@ -5,15 +5,12 @@ import signal
 import subprocess
 import sys
 from importlib.machinery import PathFinder
-from pathlib import Path
 
 import pytest
 
 from lit_qrl import __version__
 from lit_qrl.cli.main import COMMANDS, TRAINING, fail, main, overview, uncollected
 from lit_qrl.errors import ConfigError, StoppedError
-
-ROOT = Path(__file__).parents[2]
 
 
 def printed(capsys, *args):

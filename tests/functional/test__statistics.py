@@ -5,6 +5,13 @@ from lit_qrl.functional import _statistics as statistics
 from tests.functional.helpers import Ranks, no_host_sync, rows
 
 
+def test_largest_over_ranks():
+    learner, _, mask, _ = rows()
+    values = [float(v) for row, m in zip(learner, mask, strict=True) for v in row[m]]
+    for part in Ranks(2).run(lambda r, f: statistics.largest(mask[r::2], learner[r::2], f)):
+        assert float(part) == max(values)
+
+
 def test_share_over_ranks():
     learner, _, mask, _ = rows()
     hit = learner < -1

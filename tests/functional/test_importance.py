@@ -2,7 +2,6 @@ import math
 
 import pytest
 import torch
-from hypothesis import strategies as st
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.functional import importance as F
@@ -172,6 +171,7 @@ def test_equal_policies_give_weights_of_exactly_one():
         got = function(d, mask)
         assert torch.equal(got.float(), torch.ones(mask.shape)), name
     assert torch.equal(F.sequence_truncated(d, mask, F.adaptive_upper(d, mask), None), torch.ones(mask.shape))
+    assert torch.equal(F.token_masked(d, mask, None, 1.0), torch.ones(mask.shape))  # the band holds its edges
     assert opsm_keep(d, mask, advantages, 1e-9).all()
     for level in ("token", "sequence"):
         assert torch.equal(F.batch_normalized(torch.ones(mask.shape), mask, level), torch.ones(mask.shape))
@@ -189,9 +189,6 @@ def test_half_types_are_raised():
     d, mask = torch.zeros(1, 2, dtype=torch.bfloat16), torch.ones(1, 2, dtype=torch.bool)
     assert F.token_truncated(d, mask).dtype == torch.float32
     assert F.log_ratio(d, d, mask).dtype == torch.float32
-
-
-ratios = st.lists(st.lists(st.floats(-30, 30), min_size=4, max_size=4), min_size=1, max_size=4)
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,21 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 from peft import LoraConfig
 
 from lit_qrl.errors import ConfigError
+from lit_qrl.policy import CausalPolicy
 from lit_qrl.precision import NVFP4LoRA, QATAligned
+from lit_qrl.precision.source import WeightSource, unchanged
+from lit_qrl.publish.delivery import AdapterBeside
 from lit_qrl.publish.spec import published_apart
+from lit_qrl.receipts.ledger import PublishReport
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.engine import RolloutEngine
 from lit_qrl.rollout.vllm.client import RemoteVLLMEngine
 from lit_qrl.rollout.vllm.engine import VLLMEngine
+from tests.tiny_run import model_folder
 
 LORA = LoraConfig(r=8, target_modules=["q_proj"])
 
@@ -66,3 +72,46 @@ def test_an_engine_that_takes_no_adapters_is_named():
         apart("adapter", engine=Merged())
     assert apart("merged", engine=Merged()) is False
     assert apart("auto", engine=SimpleNamespace()) is False  # never asked
+
+
+class Told:
+    """A delivery that says what it was told to send."""
+
+    def __init__(self):
+        self.story, self.engine = [], SimpleNamespace(plain_dtype=torch.bfloat16)
+
+    def weights(self, stream, format, shapes, version):
+        names = [name for name, _ in stream]
+        self.story.append("base")
+        return PublishReport(version=version, seconds=0.0, bytes=100, layers=dict.fromkeys(names, "nvfp4"))
+
+    def part(self, kind, stream, version):
+        tensors = dict(stream)
+        assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+        self.story.append(kind if kind == "adapter" else (kind, sorted(tensors)))
+        return PublishReport(version=version, seconds=0.0, bytes=1, layers=dict.fromkeys(tensors, "bf16"))
+
+
+def test_the_base_goes_out_once_and_again_when_it_changed_or_was_forgotten(tmp_path):
+    policy = CausalPolicy(model_folder(tmp_path), lora=LoraConfig(r=4, target_modules=["q_proj"]))
+    policy.configure()
+    delivery = Told()
+    beside = AdapterBeside(WeightSource(policy, None), delivery)
+    norm = "model.layers.0.input_layernorm.weight"
+
+    def noisy(name, tensor):
+        return tensor + 1 if name == norm else tensor
+
+    report = beside.publish(noisy, 0)
+    assert report.bytes == 102
+    assert (report.layers[norm], report.layers["model.embed_tokens.weight"]) == ("nvfp4", "nvfp4")
+    assert report.layers["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"] == "bf16"
+    assert beside.publish(unchanged, 1).bytes == 2
+    assert beside.publish(unchanged, 2).bytes == 1
+    beside.forget()
+    beside.publish(unchanged, 3)
+    with torch.no_grad():
+        policy.network.get_parameter(norm).mul_(1.5)
+    beside.publish(unchanged, 4)
+    first = ["base", ("norms", [norm]), "adapter"]
+    assert delivery.story == [*first, ("norms", [norm]), "adapter", "adapter", *["base", "adapter"] * 2]
