@@ -5,6 +5,7 @@ import peft
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import HalfPrecision
+from transformers import CohereConfig, Gemma2Config
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.network.padding_free import is_padding_free
@@ -112,6 +113,22 @@ def test_a_batch_with_nothing_to_score_has_no_gradient(policy):
     assert not logprobs.any()
     assert all(not parameter.grad.any() for parameter in policy.parameters() if parameter.grad is not None)
     policy.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("config_class", "changes"),
+    [
+        (Gemma2Config, {"final_logit_softcapping": 3.0, "sliding_window": 4}),
+        (CohereConfig, {"logit_scale": 0.3}),
+    ],
+)
+def test_heads_of_other_architectures(folder, config_class, changes):
+    policy = CausalPolicy(str(folder))
+    policy.model = build_network(config_class, **changes)
+    scores = policy(batch_of(PROMPTS, COMPLETIONS))
+    for row, (prompt, completion) in enumerate(zip(PROMPTS, COMPLETIONS, strict=True)):
+        expected, _ = alone(policy.network, prompt, completion)
+        torch.testing.assert_close(scores.logprobs[row, : len(completion)].double(), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_bf16_weights_give_fp32_log_probs_close_to_fp32(policy, folder):

@@ -137,3 +137,10 @@ def test_a_layer_that_does_not_fit_is_named():
     odd = [("a.up_proj.weight", torch.ones(8, 96))]
     with pytest.raises(ValueError, match=r"a\.up_proj does not fit int4_group.*\(8, 96\)"):
         list(weight_stream(odd, formats.get("int4_group"), ["a.up_proj"]))
+
+
+def test_parameters_come_out_detached():
+    parameter = torch.nn.Parameter(torch.randn(128, 128))
+    out = dict(weight_stream([("a.weight", parameter), ("n", parameter)], formats.get("fp8_row"), ["a"]))
+    assert {"a.weight", "n"} <= out.keys()
+    assert not any(tensor.requires_grad for tensor in out.values())

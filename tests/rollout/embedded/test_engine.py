@@ -168,6 +168,15 @@ def test_bf16_engine(network):
     assert next(network.parameters()).dtype == torch.float32
 
 
+def test_progress_counts_sequences_and_tokens(network):
+    calls = []
+    completions = engine_of(network, max_batch=8).generate(
+        PROMPTS, 4, 0, lambda done, tokens: calls.append((done, tokens))
+    )
+    assert calls == sorted(calls)
+    assert calls[-1] == (16, sum(len(completion.token_ids) for completion in completions))
+
+
 # ------------------------------------------------------------------------------------------------------------- weights
 
 
