@@ -69,13 +69,6 @@ def test_examples_are_accepted(parse, path, monkeypatch):
     assert accepted(parse, CONFIGS / "quickstart.yaml", path)
 
 
-@pytest.mark.parametrize("path", [*WHOLE, *FRAGMENTS, *PARTS, *EXAMPLES], ids=lambda path: str(path.relative_to(ROOT)))
-def test_the_first_line_says_what_it_is(path):
-    first = path.read_text().splitlines()[0]
-    assert first.startswith("# ")
-    assert len(first) > 12
-
-
 def test_every_part_is_in_a_recipe():
     listed = {Path(path) for recipe in WHOLE for path in config_files(arguments(recipe))}
     assert set(PARTS) <= listed

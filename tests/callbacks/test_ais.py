@@ -68,12 +68,6 @@ def test_alpha_is_global_over_ranks():
     torch.testing.assert_close(torch.cat([part.weights for part in parts]), whole.weights, rtol=1e-10, atol=0)
 
 
-def test_equal_policies_leave_every_weight_exactly_one():
-    for level in ("token", "sequence"):
-        got = AIS(level=level).correct(None, None, context(torch.float32, equal=True))
-        assert torch.equal(got.weights, torch.ones(8, 6))
-
-
 @pytest.mark.parametrize(
     "options, word",
     [

@@ -13,7 +13,6 @@ from lit_qrl.errors import ConfigError, StoppedError
 from lit_qrl.loop.state import IterationState
 from lit_qrl.objective import GRPO
 from lit_qrl.rewards.simple import ConstantReward
-from lit_qrl.types import Correction
 from tests.tiny_run import DigitReward, DigitTask, build, fit, parameters_of
 
 
@@ -139,26 +138,16 @@ def test_a_kl_in_the_reward_has_no_gradient_of_its_own():
     assert not GRPO(kl_coefficient=0.1, kl_in="reward").penalized
 
 
-def test_a_wholly_rejected_batch_skips_the_step(tmp_path):
-    class RejectAll(RLCallback):
-        def correct(self, trainer, module, context):
-            return Correction(keep=torch.zeros_like(context.mask))
+class Shifted(RLCallback):
+    """Makes the sampler seem a nat away from where it is, without correcting anything."""
 
-    _, module, _ = fit(tmp_path, callbacks=[RejectAll()])
-    assert torch.equal(parameters_of(module), start(tmp_path))
+    def on_rollout_end(self, trainer, module, batch):
+        batch.sampler_logprobs += 1.0
 
 
 @pytest.mark.parametrize("action", ["warn", "skip", "stop"])
 def test_kl_ceiling_takes_the_configured_action(tmp_path, action):
-    class Worse(RLCallback):
-        def correct(self, trainer, module, context):
-            return None
-
-    class Shift(RLCallback):
-        def on_rollout_end(self, trainer, module, batch):
-            batch.sampler_logprobs += 1.0
-
-    options = {"callbacks": [Worse(), Shift()], "guard": {"kl_ceiling": 0.5, "action": action}}
+    options = {"callbacks": [Shifted()], "guard": {"kl_ceiling": 0.5, "action": action}}
     if action == "stop":
         with pytest.raises(StoppedError, match="kl_ceiling"):
             fit(tmp_path, **options)
@@ -166,13 +155,6 @@ def test_kl_ceiling_takes_the_configured_action(tmp_path, action):
     _, module, _ = fit(tmp_path, **options)
     assert events(tmp_path).count("mismatch") == 2
     assert torch.equal(parameters_of(module), start(tmp_path)) == (action == "skip")
-
-
-class Shifted(RLCallback):
-    """Makes the sampler seem a nat away from where it is, without correcting anything."""
-
-    def on_rollout_end(self, trainer, module, batch):
-        batch.sampler_logprobs += 1.0
 
 
 class ShiftedAt(RLCallback):

@@ -6,7 +6,6 @@ import torch
 from lit_qrl.callbacks import RLCallback
 from lit_qrl.callbacks.publisher import WeightPublisher
 from lit_qrl.errors import ConfigError
-from lit_qrl.formats import FP8Row
 from tests.tiny_run import build, fit
 
 
@@ -44,10 +43,3 @@ def test_bad_arguments_are_refused():
     for arguments in bad:
         with pytest.raises(ConfigError, match=next(iter(arguments))):
             WeightPublisher(**arguments)
-
-
-def test_arguments_reach_the_settings():
-    settings = WeightPublisher("fp8_row", exclude=["*.o_proj"], quantize_head=True, lora="merged").publisher.settings
-    assert (settings.format, settings.exclude, settings.quantize_head) == (FP8Row(), ("*.o_proj",), True)
-    assert settings.lora == "merged"
-    assert WeightPublisher().publisher.settings.format is None

@@ -61,11 +61,6 @@ def test_counted_rejections_become_weights_of_zero(rejects, options):
     assert not plain.keep.all()
 
 
-@pytest.mark.parametrize("rejects", [GeometricRejection(1.0, 1.0), TokenVeto(0.999)])
-def test_equal_policies_are_all_kept(rejects):
-    assert rejects.correct(None, None, context(torch.float32, equal=True)).keep.all()
-
-
 @pytest.mark.parametrize("over", ["token", "mean", "sum", "max"])
 @pytest.mark.parametrize("divergence", ["k1", "k2", "k3"])
 def test_ratio_rejection_keeps_what_its_rule_keeps_and_weighs_nothing(divergence, over):

@@ -69,23 +69,6 @@ def test_without_a_bound_extreme_weights_are_rejected_and_counted_not_clamped():
     assert quiet.keep.all()
 
 
-def test_the_surveys_one_sided_form():
-    given = context()
-    got = MaskedIS("sequence", lower=0.0, upper=5.0).correct(None, None, given)
-    wanted = [math.exp(sum(row)) for row in listed(given.log_ratio, given.mask)]
-    for i, ratio in enumerate(wanted):
-        assert float(got.weights[i, 0]) == pytest.approx(
-            ratio if ratio <= 5 and given.mask[i].any() else float(ratio <= 5)
-        )
-
-
-def test_equal_policies_leave_every_weight_exactly_one():
-    untruncated = [TruncatedIS("sequence", "auto", None), TruncatedIS(upper=math.inf)]
-    for corrects in (*map(TruncatedIS, LEVELS), *map(MaskedIS, LEVELS), *untruncated):
-        got = corrects.correct(None, None, context(torch.float32, equal=True))
-        assert torch.equal(got.weights, torch.ones(8, 6))
-
-
 @pytest.mark.parametrize(
     ("corrects", "options", "word"),
     [

@@ -140,9 +140,6 @@ def test_of_a_learner_in_parts_each_process_has_its_share_and_the_codes_of_a_pac
     assert codes * 8 / 4.5 * 4 + (whole["weights"] - codes) == pytest.approx(4 * 987_776)
 
 
-PRECISION = ROOT / "configs" / "precision"
-
-
 def plugin(name, **options):
     made = json.dumps([{"class_path": name, "init_args": options}])
     return ["--trainer.plugins", made, "--publisher.format", "auto"]

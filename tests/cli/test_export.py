@@ -253,14 +253,6 @@ def test_what_cannot_be_exported(full, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_damaged_checkpoint_is_named(full, tmp_path):
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "config.yaml").write_text((full / "config.yaml").read_text())
-    (tmp_path / "checkpoints" / "last.ckpt").write_bytes((full / "checkpoints" / "last.ckpt").read_bytes()[:1000])
-    with pytest.raises(ConfigError, match="it is cut short"):
-        called(export, [str(tmp_path), "--output", str(tmp_path / "out")])
-
-
 def test_a_format_that_libraries_multiply_out_in_bf16_has_everything_else_in_bf16(full, tmp_path):
     export(full, output=tmp_path / "out", format="nvfp4")
     tensors = load_file(tmp_path / "out" / "model.safetensors")

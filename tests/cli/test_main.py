@@ -5,15 +5,12 @@ import signal
 import subprocess
 import sys
 from importlib.machinery import PathFinder
-from pathlib import Path
 
 import pytest
 
 from lit_qrl import __version__
 from lit_qrl.cli.main import COMMANDS, TRAINING, fail, main, overview, uncollected
 from lit_qrl.errors import ConfigError, StoppedError
-
-ROOT = Path(__file__).parents[2]
 
 
 def printed(capsys, *args):
@@ -91,15 +88,6 @@ def test_a_bug_keeps_its_traceback(monkeypatch):
     monkeypatch.setattr("lit_qrl.cli.main.run_training", broken)
     with pytest.raises(RuntimeError, match="a bug"):
         main(["fit"])
-
-
-def test_the_user_s_folder_is_importable(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [path for path in sys.path if path != str(tmp_path)])
-    monkeypatch.setattr("lit_qrl.cli.main.run_training", lambda args: __import__("my_own_module"))
-    (tmp_path / "my_own_module.py").write_text("loaded = True")
-    main(["fit"])
-    assert sys.modules.pop("my_own_module").loaded
 
 
 def test_the_working_directory_comes_last_and_its_modules_are_found(tmp_path, monkeypatch):

@@ -40,11 +40,6 @@ def test_a_family_shows_its_cells_with_reasons(name, capsys):
             assert " ".join(TABLE["reasons"][reason].split()) in " ".join(shown.split()), cell
 
 
-def test_two_families(capsys):
-    shown = printed(capsys, "Gemma 3", "Mistral")
-    assert shown.index("Gemma 3 (gemma3_text)") < shown.index("Mistral (mistral)")
-
-
 def test_an_unknown_family_is_one_paragraph():
     with pytest.raises(ConfigError, match=r"'Qwen 33' is no family that was measured\. Did you mean 'Qwen3'\?"):
         models("Qwen 33")

@@ -32,26 +32,6 @@ def test_several_runs_without_a_place_go_beside_the_first(run, tmp_path, monkeyp
     assert sorted(path.name for path in tmp_path.iterdir()) == ["quickstart"]
 
 
-def test_the_folder_above_runs_names_the_newest_by_number(run):
-    for number in ("2", "9", "10"):
-        (run.parent / number).mkdir()
-        (run.parent / number / "metrics.csv").touch()
-    with pytest.raises(ConfigError, match=r"Did you mean .*quickstart/10\?"):
-        called(report, [str(run.parent)])
-
-
-def test_a_folder_that_holds_no_runs_is_not_offered_itself(run, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "configs").mkdir()
-    with pytest.raises(ConfigError, match=r"Given: configs\. Did you mean quickstart/1\?$"):
-        called(report, ["configs"])
-
-
-def test_a_typo_names_the_nearest_run(run):
-    with pytest.raises(ConfigError, match=r"Did you mean .*quickstart/1\?"):
-        called(report, [str(run.parent.parent / "quickstrat")])
-
-
 def test_a_place_that_cannot_be_written(run, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="--out"):

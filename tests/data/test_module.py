@@ -213,11 +213,6 @@ def test_the_seed_is_that_of_the_run_unless_given(monkeypatch):
     assert RolloutDataModule(task, engine).base_seed == 0
 
 
-def test_nothing_is_asked_of_a_module_that_is_not_there():
-    with pytest.raises(RuntimeError, match="not attached"):
-        _ = RolloutDataModule(DigitTask(), TransformersEngine()).module
-
-
 @pytest.mark.parametrize("engine", [VLLMEngine(tensor_parallel_size=2), DiffusionEngine()], ids=["parts", "masked"])
 def test_a_task_of_several_turns_needs_an_engine_that_converses(tmp_path, engine):
     trainer, module, data = build(tmp_path, engine=engine, task=Echo())

@@ -75,12 +75,3 @@ def test_nonsense_is_wrong_and_every_sample_gets_one_score(task):
     assert {name: len(values) for name, values in scores.parts.items()} == {
         reward.name: len(samples) for reward in task.rewards
     }
-
-
-def test_a_task_that_leaves_something_out_cannot_be_made():
-    class Half(Task):
-        def train_rows(self):
-            return []
-
-    with pytest.raises(TypeError, match="evaluation_rows"):
-        Half()

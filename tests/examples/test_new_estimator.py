@@ -55,9 +55,3 @@ def test_it_combines_with_rejections_and_not_with_another_ratio(tempered):
     check_combination([tempered(), TokenVeto()])
     with pytest.raises(ConfigError, match="TemperedIS and AIS"):
         check_combination([tempered(), AIS()])
-
-
-def test_equal_policies_and_bad_input(tempered):
-    assert torch.equal(tempered().correct(None, None, context(torch.float32, equal=True)).weights, torch.ones(8, 6))
-    with pytest.raises(ValueError, match="Expected"):
-        tempered(power=2.0)

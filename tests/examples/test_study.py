@@ -63,24 +63,12 @@ def fake_run(study, job, accuracies, log_ratio=0.01, ending="finish"):
     write_run(job, study.record, [row | more for row in rows], ending)
 
 
-def test_shipped_studies_have_the_arms_of_their_question(study):
-    arms = {name: set(study.load(EXAMPLES / name).arms) for name in STUDIES}
-    for correction in ("none", "tis_2", "tis_5", "tis_10", "mis", "sequence_tis", "sequence_mis", "geometric_tis"):
-        assert {f"{correction}+int4_group", f"{correction}+fp8_tensor"} <= arms["mismatch_study"]
-    assert {"none+bf16", "ais+int4_group", "ais_fitted+int4_group", "tbpo+int4_group"} <= arms["mismatch_study"]
-    for objective in ("grpo", "tbpo"):
-        assert {f"{objective}+{x}" for x in ("bf16", "int4_rollout", "int4_aligned")} <= arms["alignment_study"]
-    assert {"grpo+fp8_rollout", "grpo+fp8_unified"} <= arms["alignment_study"]
-    assert {"bf16_lora", "nvfp4_lora", "nvfp4_lora+aqn", "mxfp4_lora", "nf4_lora", "int4_full"} <= arms["qerl_study"]
-    for replayed in ("none", "tis", "ais", "r2", "r3", "r3_ais"):
-        assert {f"{replayed}+{x}" for x in ("bf16", "fp8_row", "int4_group", "nvfp4")} <= arms["mixture_study"]
-    assert {"aligned+qat_nvfp4", "quickstart+int4_group"} <= arms["mixture_study"]
-    assert {"distillation+none+aligned_int4", "adaptive+tis_2+int4_group", "grpo+none+mxfp8"} <= arms["real_study"]
-    for name in STUDIES:
-        loaded = study.load(EXAMPLES / name)
-        assert loaded.seeds == (3 if name == "real_study" else 5)
-        drawn = {pattern for patterns in loaded.groups.values() for pattern in patterns if "*" not in pattern}
-        assert drawn <= arms[name]
+@pytest.mark.parametrize("name", STUDIES)
+def test_shipped_studies_can_be_read_and_draw_arms_that_they_have(study, name):
+    loaded = study.load(EXAMPLES / name)
+    assert loaded.seeds == (3 if name == "real_study" else 5)
+    drawn = {pattern for patterns in loaded.groups.values() for pattern in patterns if "*" not in pattern}
+    assert drawn <= set(loaded.arms)
 
 
 def test_plan_gives_files_in_order_and_a_folder_for_each_seed(study, small, tmp_path):

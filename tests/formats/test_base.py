@@ -61,42 +61,6 @@ def test_a_weight_only_format_multiplies_by_what_it_dequantizes(dtype):
                 )
 
 
-def test_a_prepared_weight_gives_the_same_as_one_made_for_the_call():
-    weight, x = torch.randn(4, 6), torch.randn(3, 6)
-    format = Signs()
-    q = format.quantize(weight)
-    prepared = format.prepare(q, torch.float32)
-    assert not prepared.native
-    assert torch.equal(format.apply(x, prepared), format.linear(x, q))
-
-
-def test_defaults_say_the_least():
-    format = Signs()
-    assert not format.quantizes_activations
-    assert not format.shares_amax
-    assert format.check("layer", (3, 5)) is None
-    q = format.quantize(torch.randn(2, 4))
-    published, saved = dict(format.export(q, "a")), dict(format.checkpoint(q, "a"))
-    assert list(published) == list(saved)
-    assert all(published[name] is saved[name] for name in saved)
-
-
-def test_a_format_is_its_settings():
-    assert Signs() == Signs(floor=0.0)
-    assert hash(Signs()) == hash(Signs())
-    assert Signs(floor=1.0) != Signs()
-    with pytest.raises(AttributeError):
-        Signs().floor = 2.0
-
-
-def test_a_format_that_cannot_be_published_cannot_be_made():
-    class Half(NumberFormat):
-        name = "half"
-
-    with pytest.raises(TypeError, match="quantize"):
-        Half()
-
-
 def test_a_format_is_shown_by_name_and_settings():
     assert str(formats.get("nvfp4")) == "nvfp4"
     assert str(formats.get("nvfp4:four_over_six")) == "nvfp4 (four_over_six)"

@@ -7,22 +7,6 @@ import torch
 from lit_qrl import formats
 from lit_qrl.formats import NVFP4, support
 
-
-def test_separate_global_scales_would_lose_precision_where_the_engine_keeps_one():
-    """Why fused layers share the amax: vLLM multiplies each part by the largest global scale."""
-    torch.manual_seed(0)
-    quiet, loud = torch.randn(64, 64) * 0.01, torch.randn(64, 64)
-    separate = NVFP4().quantize(quiet)
-    separate.global_scale = torch.maximum(separate.global_scale, NVFP4().quantize(loud).global_scale)
-    assert torch.equal(separate.global_scale, NVFP4().quantize(quiet).global_scale)  # the quiet part's is the larger
-    wrong = NVFP4().quantize(loud)
-    wrong.global_scale = separate.global_scale
-    shared = NVFP4().quantize(loud, shared_amax=loud.abs().amax())
-    error = lambda q: float((NVFP4().dequantize(q) - loud).norm() / loud.norm())  # noqa: E731
-    assert error(shared) < 0.12
-    assert error(wrong) > 0.9
-
-
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 E4M3 = sorted(
     {m / 8 * 2.0**-6 for m in range(8)} | {(1 + m / 8) * 2.0**e for e in range(-6, 9) for m in range(8)} - {480}

@@ -216,10 +216,14 @@ def test_eight_codes_of_int3_are_three_bytes_the_first_one_lowest():
 def test_a_shared_amax_sets_the_scale():
     q = FP8Tensor().quantize(torch.tensor([[1.0, -2.0]]), shared_amax=torch.tensor(896.0))
     assert (q.scales.tolist(), q.codes.float().tolist()) == ([2.0], [[0.5, -1.0]])
+    loaded = FP8Tensor().load({"weight": q.codes, "weight_scale": torch.tensor(2.0)}, (1, 2))  # as some folders have it
+    assert loaded.scales.shape == q.scales.shape
     weight = torch.randn(4, 32)
     q = NVFP4().quantize(weight, shared_amax=torch.tensor(26.88))
     assert q.global_scale.item() == pytest.approx(100.0)
     assert (NVFP4().dequantize(q) - weight).abs().max() < 0.6
+    alone = FP8Row().quantize(weight, shared_amax=torch.tensor(26.88))  # whose rows share nothing
+    assert torch.equal(alone.scales, FP8Row().quantize(weight).scales)
 
 
 @pytest.mark.parametrize(

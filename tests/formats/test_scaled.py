@@ -39,15 +39,6 @@ class Halves(Scaled):
 WEIGHT = torch.tensor([[2.0, -1.0, 0.4], [0.0, -8.0, 4.5]])
 
 
-def test_codes_and_scales_by_row():
-    q = Halves().quantize(WEIGHT)
-    assert q.codes.tolist() == [[2, -1, 0], [0, -2, 1]]
-    assert q.scales.tolist() == [[1.0], [4.0]]
-    assert Halves().dequantize(q).tolist() == [[2, -1, 0], [0, -8, 4]]
-    with pytest.raises(ValueError, match="NaN or inf"):
-        Halves().quantize(WEIGHT / 0)
-
-
 @pytest.mark.parametrize(("name", "kernel"), [("fp8_row", "fp8_rows"), ("fp8_block", "fp8_blocks")])
 def test_codes_of_a_kernel_are_taken_where_there_is_one(name, kernel, monkeypatch):
     format, weight = formats.get(name), torch.randn(128, 128)
@@ -78,27 +69,6 @@ def test_a_code_times_its_scale_is_rounded_once(name, dtype):
             assert torch.equal(format.dequantize(q, dtype), expected)
 
 
-def test_a_shared_amax_counts_where_the_format_shares_one():
-    whole = torch.tensor(16.0)
-    assert torch.equal(Halves().quantize(WEIGHT, whole).scales, Halves().quantize(WEIGHT).scales)
-
-    class Sharing(Halves):
-        shares_amax = True
-
-        def amax(self, weight):
-            return weight.abs().amax()
-
-        def scale_shape(self, shape):
-            return (1,)
-
-    assert Sharing().quantize(WEIGHT).scales.tolist() == [4.0]
-    q = Sharing().quantize(WEIGHT, whole)
-    assert (q.scales.tolist(), q.codes.tolist()) == ([8.0], [[0, 0, 0], [0, -1, 1]])
-    exported = dict(Sharing().export(q, "a"))
-    loaded = Sharing().load({"weight": exported["a.weight"], "weight_scale": torch.tensor(8.0)}, (2, 3))
-    assert torch.equal(Sharing().dequantize(loaded), Sharing().dequantize(q))
-
-
 @pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_product_and_bias_whoever_multiplies(native, dtype):
@@ -111,22 +81,6 @@ def test_product_and_bias_whoever_multiplies(native, dtype):
     out = format.apply(x, prepared, bias)
     assert (out.shape, out.dtype) == ((2, 1, 2), x.dtype)
     assert out.tolist() == [[[3.0, 7.0]], [[3.0, 23.0]]]
-
-
-def test_the_configuration_names_the_codes():
-    config = Halves().quantization_config(["a"])
-    assert (config["format"], config["ignore"]) == ("int-quantized", ["a"])
-    (group,) = config["config_groups"].values()
-    assert (group["weights"]["type"], group["weights"]["strategy"]) == ("int", "channel")
-    assert group["input_activations"]["strategy"] == "token"
-
-
-@pytest.mark.parametrize("name", SCALED)
-def test_a_format_adds_only_what_is_its_own(name):
-    cls = type(formats.get(name))
-    assert issubclass(cls, Scaled)
-    for inherited in ("prepare", "apply", "linear", "export", "load", "quantization_config"):
-        assert inherited not in vars(cls)
 
 
 @pytest.mark.parametrize(("name", "quantizer"), [("fp8_tensor", "e4m3_whole"), ("fp8_row", "e4m3_tokens")])

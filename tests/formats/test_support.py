@@ -148,20 +148,6 @@ def test_a_format_without_a_row_is_known_to_nobody_else(format_rows):
     assert support.names_where(lambda row: "cuda" in row.vllm_lends) == []
 
 
-def test_names_come_in_the_order_of_the_table():
-    assert support.names_where(lambda row: "cpu" in row.vllm) == [
-        *("bf16", "fp16", "fp32", "fp8_tensor", "fp8_row", "int8_channel", "int4_group")
-    ]
-    assert support.names_where(lambda row: "cuda" not in row.vllm) == ["mxfp8", "nf4", "int3_channel"]
-    assert support.names_where(lambda row: not row.folders) == ["int3_channel"]
-
-
-def test_the_device_of_this_host_is_the_one_that_torch_sees(monkeypatch):
-    for there, name in ((False, "cpu"), (True, "cuda")):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
-        assert support.device_here() == name
-
-
 @pytest.mark.parametrize("name", support.TABLE)
 def test_rows_do_not_contradict_themselves(name):
     row = support.TABLE[name]

@@ -5,27 +5,6 @@ from lit_qrl.functional import _statistics as statistics
 from tests.functional.helpers import Ranks, no_host_sync, rows
 
 
-def test_masked_sums_ignore_what_stands_in_the_padding():
-    learner, _, mask, _ = rows()
-    count, total = statistics.masked_sums(mask, learner)
-    assert count == sum(int(n) for n in mask.sum(1))
-    assert float(total) == pytest.approx(sum(float(v) for row, m in zip(learner, mask, strict=True) for v in row[m]))
-
-
-def test_masked_sums_over_two_ranks_are_those_of_the_whole():
-    learner, _, mask, _ = rows()
-    whole = statistics.masked_sums(mask, learner)
-    for part in Ranks(2).run(lambda r, f: statistics.masked_sums(mask[r::2], learner[r::2], all_reduce=f)):
-        torch.testing.assert_close(part, whole)
-
-
-def test_row_means_of_an_empty_row_are_zero():
-    learner, _, mask, _ = rows()
-    means = statistics.row_means(mask, learner)
-    assert means[6] == 0
-    assert float(means[2]) == pytest.approx(sum(learner[2, :3].tolist()) / 3)
-
-
 def test_largest_over_ranks():
     learner, _, mask, _ = rows()
     values = [float(v) for row, m in zip(learner, mask, strict=True) for v in row[m]]

@@ -140,16 +140,6 @@ def test_estimates_over_all_masks_match_enumeration(block):
     torch.testing.assert_close(got, expected)
 
 
-@pytest.mark.parametrize("block", [None, BLOCK])
-def test_an_estimate_is_a_distribution_over_completions(block):
-    """Given the prompt's mask, the blocks' chances multiply, so those of all completions sum to 1."""
-    completions = [list(words) for words in itertools.product([0, 1], repeat=LENGTH)]
-    prompt = torch.tensor([PROMPT] * len(completions))
-    hidden = torch.tensor([True, False]).expand(1, *prompt.shape)
-    got = masked_estimate(score_of(completions), prompt, torch.tensor(completions), LENGTH, hidden, MASK, block)[0]
-    assert math.isclose(float(got.sum(1).exp().sum()), 1.0, rel_tol=1e-9)
-
-
 def test_an_estimate_is_the_mean_over_its_masks():
     completion = torch.tensor([[0, 1, 1, 0]])
     prompt, score = torch.tensor([PROMPT]), score_of(completion.tolist())

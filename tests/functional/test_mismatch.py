@@ -141,15 +141,6 @@ def test_quantile_is_within_one_bin(values, q):
         assert exact * 0.999 <= got <= exact * RESOLUTION * 1.001
 
 
-@given(values=st.lists(st.lists(st.floats(-30, 30), min_size=3, max_size=3), min_size=1, max_size=4))
-@settings(max_examples=50, deadline=None)
-def test_effective_sample_size_is_a_share(values):
-    d = torch.tensor(values)
-    got = mismatch_metrics(d, torch.zeros_like(d), torch.ones_like(d, dtype=torch.bool))
-    assert 0 < float(got["ess_ratio"]) <= 1 + 1e-6
-    assert float(got["kl_k3"]) >= 0
-
-
 def test_quantiles_do_not_depend_on_the_default_dtype():
     values = torch.linspace(1e-4, 1.0, 4000).view(4, 1000)
     expected = log_quantile(values, values > 0, 0.99)

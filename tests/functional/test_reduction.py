@@ -48,12 +48,6 @@ def test_micro_batches_add_up_to_the_mini_batch(reduction):
         assert float(sum(parts)) == pytest.approx(float(whole), rel=1e-12)
 
 
-def test_rejected_sequences_stay_in_the_count_of_sequences():
-    loss, mask = torch.tensor([[2.0, 2.0], [4.0, 4.0]]), torch.tensor([[True, True], [False, False]])
-    assert float(reduce(loss, mask, "sequence")) == 1.0
-    assert float(reduce(loss, mask, "token")) == 2.0
-
-
 def test_nothing_left_is_zero_not_a_division_by_zero():
     loss, mask = torch.full((2, 2), float("nan")), torch.zeros(2, 2, dtype=torch.bool)
     for reduction in get_args(Reduction):

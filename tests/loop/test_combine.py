@@ -109,23 +109,10 @@ def test_two_carriers_of_the_ratio_are_refused_by_name(callbacks, objective):
     assert objective is None or not objective.carries_ratio or "TBPO" in str(error.value)
 
 
-def test_a_callback_given_twice_is_refused():
-    with pytest.raises(ConfigError, match="GeometricRejection twice"):
-        check_combination([GeometricRejection(), TokenVeto(), GeometricRejection(upper=1.1)])
-
-
 def test_a_ratio_against_the_sampler_is_not_corrected_once_more():
     with pytest.raises(ConfigError, match="bypass"):
         check_combination([TruncatedIS()], GRPO(old_logprobs="bypass"))
     check_combination([TokenVeto()], GRPO(old_logprobs="bypass"))
-
-
-def test_one_carrier_with_any_rejections_is_allowed():
-    rejections = [GeometricRejection(), TokenVeto(), OffPolicySequenceMask(0.1)]
-    for carrier in (AIS(), TruncatedIS(), MaskedIS()):
-        check_combination([carrier, *rejections, Half()], GRPO())
-    check_combination(rejections, TBPO())
-    check_combination([AIS()], GRPO(old_logprobs="policy_gradient"))
 
 
 @pytest.mark.gpu

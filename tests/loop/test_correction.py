@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning.pytorch import Callback
 
 from lit_qrl.callbacks import AIS, GeometricRejection, Guard, MaskedIS, RLCallback, TokenVeto, TruncatedIS
 from lit_qrl.loop.budget import TokenBudget
@@ -18,6 +17,7 @@ from lit_qrl.policy import CausalPolicy
 from lit_qrl.types import Correction
 from tests.callbacks.corrections import context, rollout
 from tests.functional.helpers import no_host_sync
+from tests.test_module import FirstGradient
 from tests.tiny_run import fit
 
 LOCAL = [TruncatedIS(), TruncatedIS("sequence"), TruncatedIS("geometric"), MaskedIS(), MaskedIS("sequence")]
@@ -88,14 +88,6 @@ class Early(RLCallback):
     """Wants learner_old's log-probs before the update, and does nothing."""
 
     needs_learner_old = True
-
-
-class FirstGradient(Callback):
-    gradient = None
-
-    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-        if self.gradient is None:
-            self.gradient = torch.cat([p.grad.flatten() for p in pl_module.policy.parameters()])
 
 
 def row_of(folder):

@@ -26,31 +26,6 @@ def moved(given, spread=0.1):
     return torch.where(given.mask, given.learner_old + noise, 0.0)
 
 
-def test_counts_add_up_over_micro_batches():
-    given = context(huge=0.0)
-    whole, parts = UpdateCounts(), UpdateCounts()
-    batch, after = rollout(given), moved(given)
-    whole.add(after, batch, 6, draw=True)
-    for rows in (torch.tensor([0, 3, 5]), torch.tensor([1, 2, 4, 6, 7])):
-        parts.add(after[rows], batch.select(rows, trim=False), 6, draw=True)
-    for collect in (lambda c: c.quantiles(no_all_reduce), lambda c: c.histograms(GRPO(), 6, no_all_reduce)):
-        assert collect(whole) == collect(parts)
-
-
-def test_quantiles_are_those_of_the_sorted_ratios():
-    given = context(huge=0.0)
-    after = moved(given)
-    counts = UpdateCounts()
-    counts.add(after, rollout(given), 6, draw=False)
-    ratios = sorted(math.exp(float(d)) for d in (after - given.learner_old)[given.mask])
-    got = counts.quantiles(no_all_reduce)
-    for name, level in (("p01", 0.01), ("p99", 0.99)):
-        assert float(got[f"update/ratio_{name}"]) == pytest.approx(
-            ratios[math.ceil(level * len(ratios)) - 1], rel=1.1e-3
-        )
-    assert counts.histograms(GRPO(), 6, no_all_reduce) == []  # nothing was asked to be drawn
-
-
 def test_nothing_counted_is_nothing_told():
     counts = UpdateCounts()
     batch = rollout(context())

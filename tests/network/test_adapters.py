@@ -40,14 +40,6 @@ def packed(network, name):
     return format.dequantize(q)
 
 
-def test_weights_come_in_the_models_order_without_gradient():
-    network = build_network()
-    named = list(merged_weights(network))
-    assert [name for name, _ in named] == [name for name, _ in network.named_parameters()]
-    assert not any(tensor.requires_grad for _, tensor in named)
-    assert all(tensor.data_ptr() == network.get_parameter(name).data_ptr() for name, tensor in named)
-
-
 def test_persistent_buffers_are_weights_and_others_are_not():
     network = build_network()
     network.model.register_buffer("kept", torch.ones(2))

@@ -4,10 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from lit_qrl import formats
 from lit_qrl.network.expert_list import ExpertList
 from lit_qrl.network.experts import expert_stacks
-from lit_qrl.network.quantized_linear import QuantizedLinear
 from tests.families.configs import BY_TYPE, random_network
 
 
@@ -42,22 +40,3 @@ def test_experts_held_apart_compute_as_the_stack(kind):
     # the family's own module gave its matrices up, and gets the biases back
     assert held.plain.gate_up_proj.device.type == "meta"
     assert all(torch.equal(getattr(held.plain, key), before[key]) for key in biases)
-
-
-def test_each_expert_computes_in_the_format():
-    network, format = random_network(BY_TYPE["qwen3_moe"]), formats.get("fp8_row")
-    (name, stack), *_ = expert_stacks(network).items()
-    module = network.get_submodule(name)
-    weights = {k: v.detach().clone() for k, v in module.named_parameters()}
-    layers = ExpertList(stack, module, lambda shape: QuantizedLinear(format, shape))
-    for matrix in stack.parts:
-        for layer, weight in stack.named(matrix, weights[matrix]):
-            layers.get_submodule(layer.removeprefix(f"{name}.")).set_weight(format.quantize(weight))
-    hidden, chosen = torch.randn(3, 128, generator=torch.Generator().manual_seed(0)), torch.tensor([[0], [3], [0]])
-    out = layers(hidden, chosen, torch.ones(3, 1))
-    for token, expert in enumerate([0, 3, 0]):
-        gate, up = weights["gate_up_proj"][expert].chunk(2)
-        x = hidden[token, None]
-        inner = nn.functional.silu(format.linear(x, format.quantize(gate))) * format.linear(x, format.quantize(up))
-        expected = format.linear(inner, format.quantize(weights["down_proj"][expert]))
-        torch.testing.assert_close(out[token, None], expected, atol=1e-5, rtol=1e-5)

@@ -27,6 +27,8 @@ def test_logits_are_the_models_own(config_class, changes):
     with torch.no_grad():
         hidden = network.base_model(input_ids=tokens).last_hidden_state
         torch.testing.assert_close(SamplerHead.of(network).logits(hidden), network(tokens).logits)
+        wanted = network(tokens).logits.log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+        torch.testing.assert_close(SamplerHead.of(network).logprobs(hidden, tokens), wanted)
 
 
 def test_a_quantized_head_gives_the_logits_and_log_probs_of_its_codes():

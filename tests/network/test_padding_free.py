@@ -15,9 +15,9 @@ from transformers import (
 )
 
 from lit_qrl.network import padding_free
-from lit_qrl.network.padding_free import enable_padding_free, flat_hidden, flatten, is_padding_free, spread
+from lit_qrl.network.padding_free import enable_padding_free, flatten, is_padding_free, spread
 from lit_qrl.policy import CausalPolicy
-from tests.networks import WORDS, batch_of, build_network, build_tokenizer
+from tests.networks import WORDS, batch_of, build_network
 
 
 def groups(seed=0, prompts=5, size=4, longest=14):
@@ -139,20 +139,6 @@ def test_the_host_lays_out_without_threads():
     assert not [name for name in called if any(one in name for one in ("index", "nonzero", "sort", "where", "add"))]
 
 
-def test_gradient_checkpointing_recomputes_the_packed_attention():
-    batch = groups()
-    grads = []
-    for checkpointing in (False, True):
-        network = build_network().train()
-        if checkpointing:
-            network.gradient_checkpointing_enable({"use_reentrant": False})
-        assert enable_padding_free(network)
-        flat_hidden(network, flatten(batch)).square().sum().backward()
-        grads.append([parameter.grad for parameter in network.base_model.parameters()])
-    for left, right in zip(*grads, strict=True):
-        torch.testing.assert_close(left, right, atol=1e-4, rtol=1e-4)
-
-
 def test_without_a_layout_the_model_computes_as_before():
     network = build_network(LlamaConfig, attention_dropout=0.1)  # which is off
     tokens = torch.tensor([[0, 0, 5, 6, 7], [4, 5, 6, 7, 8]])
@@ -187,19 +173,6 @@ def test_buckets_hold_all_rows_and_similar_lengths(monkeypatch):
     buckets = padding_free._bucket_rows(length)
     assert sorted(np.concatenate(buckets).tolist()) == list(range(8))
     assert [sorted(length[rows].tolist()) for rows in buckets] == [[95, 100, 100], [49, 50], [4], [3, 3]]
-
-
-def test_a_policy_packs_on_its_own(tmp_path):
-    build_network().save_pretrained(tmp_path)
-    build_tokenizer(pad_token="<pad>", eos_token="<eos>").save_pretrained(tmp_path)
-    for options, expected in (
-        ({}, True),
-        ({"packing": "never"}, False),
-        ({"attn_implementation": "eager"}, False),
-    ):
-        policy = CausalPolicy(str(tmp_path), **options)
-        policy.configure()
-        assert is_padding_free(policy.network) is expected
 
 
 @pytest.mark.gpu

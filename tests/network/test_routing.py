@@ -3,7 +3,6 @@ from functools import partial
 
 import pytest
 import torch
-from torch.utils.checkpoint import CheckpointError
 from transformers import DeepseekV2Config, PhimoeConfig
 
 from lit_qrl.errors import ConfigError
@@ -104,25 +103,16 @@ def test_gradients_are_those_of_all_experts_masked_by_the_routes():
     assert all(bool(got[f"model.layers.{layer}.mlp.gate.weight"].any()) for layer in range(LAYERS))
 
 
-@pytest.mark.parametrize("context", [recomputation, None])
-def test_a_checkpointed_layer_takes_the_same_experts_when_it_is_computed_again(context):
+def test_a_checkpointed_layer_takes_the_same_experts_when_it_is_computed_again():
     network, routes = build_mixture(), random_routes(TOKENS.numel())
     with Routing(network, routes):
         wanted = gradients(network, network(input_ids=TOKENS).logits.square().sum())
     network.train()
     network.gradient_checkpointing_enable(
-        {"use_reentrant": False, "determinism_check": "none"} | ({"context_fn": context} if context else {})
+        {"use_reentrant": False, "determinism_check": "none", "context_fn": recomputation}
     )
     with Routing(network, routes):
         loss = network(input_ids=TOKENS).logits.square().sum()
-    name = "model.layers.0.mlp.experts.down_proj"
-    if context is None:  # the router chooses anew in the backward pass
-        try:
-            same = torch.allclose(gradients(network, loss)[name], wanted[name])
-        except CheckpointError:  # experts that no token takes save no tensors
-            same = False
-        assert not same
-        return
     got = gradients(network, loss)
     for key, gradient in wanted.items():
         torch.testing.assert_close(got[key], gradient, msg=key)

@@ -3,7 +3,7 @@ import torch
 
 from lit_qrl import formats
 from lit_qrl.errors import IncompleteError
-from lit_qrl.network.stream import shared_amax, weight_stream
+from lit_qrl.network.stream import weight_stream
 
 LAYERS = [f"model.layers.{i}.self_attn.{p}_proj" for i in range(2) for p in "qkvo"]
 
@@ -137,14 +137,6 @@ def test_a_layer_that_does_not_fit_is_named():
     odd = [("a.up_proj.weight", torch.ones(8, 96))]
     with pytest.raises(ValueError, match=r"a\.up_proj does not fit int4_group.*\(8, 96\)"):
         list(weight_stream(odd, formats.get("int4_group"), ["a.up_proj"]))
-
-
-def test_shared_amax_is_the_largest_of_all():
-    parts = {"a": torch.tensor([[1.0, -4.0]]), "b": torch.tensor([[3.0]])}
-    assert shared_amax(parts).item() == 4.0
-    parts["b"] = torch.tensor([[float("inf")]])
-    with pytest.raises(ValueError, match=r"b\.weight: .*NaN or inf"):
-        shared_amax(parts)
 
 
 def test_parameters_come_out_detached():

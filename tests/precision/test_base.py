@@ -10,11 +10,11 @@ from lit_qrl import formats
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats import numerics
 from lit_qrl.precision import QATAligned
-from lit_qrl.precision.base import check_shapes, network_of
+from lit_qrl.precision.base import check_shapes
 from lit_qrl.precision.layers.low_bit import StepClock
 from lit_qrl.precision.qat import AlignedLinear
 from lit_qrl.precision.source import PublishingPrecision, unchanged
-from tests.precision.toy import LINEARS, Module, Policy, configured, network
+from tests.precision.toy import LINEARS, configured
 
 
 def aligned(linear, format):
@@ -115,23 +115,6 @@ def test_siblings_share_one_scale_and_follow_each_other_s_updates():
     with torch.no_grad():
         v.weight[0, 0] = 4 * largest
     assert float(q.quantized().scales.float().max()) == pytest.approx(4 * largest / 448)
-
-
-def test_the_network_is_found_under_module_and_adapter():
-    policy = Policy(lora=LoraConfig(r=2, target_modules=["q_proj"]))
-    module = Module(policy)
-    policy.configure()
-    inner = policy.model.get_base_model()
-    assert network_of(module) is network_of(policy) is inner
-    plain = network()
-    assert network_of(plain) is plain
-
-
-def test_every_shape_that_does_not_fit_is_counted_and_four_are_named():
-    layers = {f"l{i}": nn.Linear(100, 64) for i in range(6)}
-    with pytest.raises(ConfigError, match=r"6 layers do not fit int4_group: l0 \(64, 100\), .*l3 \(64, 100\) …\."):
-        check_shapes(formats.get("int4_group"), layers)
-    check_shapes(formats.get("fp8_row"), {"l": nn.Linear(128, 64)})
 
 
 @pytest.mark.parametrize(

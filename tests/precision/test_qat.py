@@ -274,14 +274,6 @@ def test_a_perturbed_weight_is_quantized_anew_and_a_perturbed_norm_passes():
     assert all(torch.equal(published[k].view(torch.uint8), expected[k].view(torch.uint8)) for k in expected)
 
 
-def test_the_plugin_touches_neither_default_dtype_nor_batch(tmp_path):
-    module, run = fit(tmp_path, plugin())
-    assert set(module.seen) == {(torch.float32, torch.int64)}
-    batch = {"logprobs": torch.randn(3)}
-    assert run.precision_plugin.convert_input(batch) is batch
-    assert run.precision_plugin.convert_output(batch) is batch
-
-
 def test_autocast_runs_in_bf16_over_fp32_masters(tmp_path):
     qat = QATAligned(formats.get("fp8_row"), autocast="bf16")
     module, _ = fit(tmp_path, qat)

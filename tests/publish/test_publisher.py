@@ -344,19 +344,6 @@ def test_a_publish_that_did_not_arrive_stops_the_run_and_is_named(tmp_path, monk
     assert event["iteration"] == caught.value.version + 1
 
 
-def test_a_dropped_tensor_is_named_before_anything_is_drawn(tmp_path, monkeypatch):
-    original = TransformersEngine.load_weights
-
-    def lossy(engine, tensors, format, version):
-        return original(engine, (pair for pair in tensors if pair[0] != NORM), format, version)
-
-    monkeypatch.setattr(TransformersEngine, "load_weights", lossy)
-    trainer, module, data = build(tmp_path)
-    with pytest.raises(ValueError, match=NORM):
-        trainer.fit(module, datamodule=data)
-    assert [event["kind"] for event in read_events(tmp_path / "run")] == ["update", "publish_fault"]
-
-
 def test_one_retry_where_asked_for(tmp_path, monkeypatch):
     inject(monkeypatch, "different", times=1)
     watch = Watch()

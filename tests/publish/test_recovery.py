@@ -277,19 +277,6 @@ def test_memory_that_runs_out_in_the_first_publish_is_a_run_that_does_not_fit(tm
         assert not (folder / "run" / "checkpoints" / "last.ckpt").exists()
 
 
-def test_memory_that_runs_out_in_a_later_publish_ends_a_run_that_has_learned(tmp_path, monkeypatch):
-    load = TransformersEngine.load_weights
-
-    def short(engine, tensors, format, version):
-        if version == 1:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return load(engine, tensors, format, version)
-
-    monkeypatch.setattr(TransformersEngine, "load_weights", short)
-    with pytest.raises(StoppedError, match=r"while publishing the weights.*The learner holds .* of weights"):
-        fit(tmp_path)
-
-
 class Sleeper(TransformersEngine):
     """An engine that sleeps, and fails to at the given times."""
 

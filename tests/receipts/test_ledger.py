@@ -5,8 +5,6 @@ import pickle
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from lit_qrl import formats
 from lit_qrl.receipts.checksum import COLUMN_OFFSET, GOLDEN, MIX_A, MIX_B, Checksums, as_matrix, checksum
@@ -104,22 +102,6 @@ def test_checksum_of_nothing_and_of_a_copy():
     assert checksum(torch.empty(0, 3)) == checksum(torch.empty(3, 0)) == 0
     tensor = torch.randn(100, 64)
     assert checksum(tensor) == checksum(tensor.clone()) == checksum(tensor.T.contiguous().T)
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    rows=st.integers(1, 40),
-    columns=st.integers(1, 40),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int8, torch.uint8, torch.int32]),
-    data=st.data(),
-)
-def test_one_changed_byte_changes_the_checksum(rows, columns, dtype, data):
-    tensor = torch.arange(rows * columns).view(rows, columns).to(dtype)
-    changed = tensor.clone()
-    flat = changed.view(torch.uint8).reshape(-1)
-    position = data.draw(st.integers(0, flat.numel() - 1))
-    flat[position] ^= 1 << data.draw(st.integers(0, 7))
-    assert checksum(changed) != checksum(tensor)
 
 
 @pytest.mark.parametrize(
@@ -315,14 +297,6 @@ def test_columns_of_plain_layers_must_agree_to_the_bit():
     nudged[7, columns[0]] = torch.nextafter(nudged[7, columns[0]], torch.tensor(9.0))
     assert [f.kind for f in compare_columns(sent, lambda layer, columns: nudged[:, columns], exact=True)] == ["gemm"]
     assert compare_columns(sent, lambda layer, columns: None, exact=True) == []
-
-
-def test_columns_off_by_more_than_rounding_say_by_how_much():
-    layer, weight = "mlp.up_proj", torch.ones(8, 4)
-    sent = SentLedger(0, None, {layer: (8, 4)})
-    list(sent.watch(iter([(f"{layer}.weight", weight)])))
-    faults = compare_columns(sent, lambda layer, columns: 1.5 * weight[:, columns].bfloat16(), exact=False)
-    assert "100.0% of the sampled entries differ, by up to 43 times what rounding may" in str(faults[0])
 
 
 def test_read_back_finds_what_changed_after_loading():

@@ -77,12 +77,6 @@ def test_a_share_that_stays_at_its_limit_has_no_axis_beyond_it(limits, value, sh
     assert axes.get_ylim() == pytest.approx((shown[0] - 0.05, shown[1] + 0.05))
 
 
-def test_every_pass_at_k_gets_its_line(tmp_path):
-    run = write(tmp_path, "epoch,step,val/accuracy,val/greedy_pass@1,val/pass@16\n0,0,0.1,0.2,0.6\n")
-    (figure,) = figures_for([run])
-    assert [line.label for line in figure.panels[0].lines] == ["sampled", "greedy", "pass@16"]
-
-
 def test_every_benchmark_gets_its_panel_and_intervals_are_no_lines(tmp_path):
     names = [f"val/{name}{bound}" for name in ("accuracy", "pass@4", "math/pass@1", "math/greedy_pass@1")
              for bound in ("", "_ci_low", "_ci_high")]  # fmt: skip
@@ -104,14 +98,6 @@ def test_drawing_at_any_length_of_run(make_run, iterations):
         for image, paper in zip(draw(figure, [run], ["run"]), papers, strict=True):
             assert size_of(image) == (1600, 440 if len(figure.panels) <= 3 else 880)
             assert pixels(image)[0, 0, :3] == pytest.approx(paper, abs=0.01)
-
-
-def test_the_drawing_shows_the_values(tmp_path):
-    rows = "".join(f"{e},{e},{e % 7}\n" for e in range(30))
-    run = write(tmp_path, "epoch,step,reward/mean\n" + rows)
-    flat = write(tmp_path, "epoch,step,reward/mean\n" + "".join(f"{e},{e},0\n" for e in range(30)))
-    first, second = (draw(figures_for([one])[0], [one], ["a"]) for one in (run, flat))
-    assert all((pixels(one) != pixels(other)).any() for one, other in zip(first, second, strict=True))
 
 
 def test_drawing_nan_and_huge_values(tmp_path):

@@ -1,5 +1,4 @@
 import math
-from importlib.resources import files
 
 import pytest
 from markupsafe import escape
@@ -93,8 +92,3 @@ def test_a_page_carries_everything_with_it(tmp_path):
     assert "<link" not in html
     assert 'src="data:image/png;base64,bGlnaHQ="' in html
     assert 'media="(prefers-color-scheme: dark)" srcset="data:image/png;base64,ZGFyaw=="' in html
-
-
-def test_the_templates_are_part_of_the_package():
-    templates = files("lit_qrl.report") / "templates"
-    assert {"page.html", "style.css"} <= {path.name for path in templates.iterdir()}

@@ -105,13 +105,6 @@ def test_an_empty_run_has_a_page(tmp_path, files):
     assert "No metrics have been logged yet" in text
 
 
-def test_one_value_of_everything_has_a_page(tmp_path):
-    (tmp_path / "metrics.csv").write_text("epoch,step,reward/mean,val/accuracy\n0,0,nan,\n0,0,,0.25\n")
-    _, text = read(render(tmp_path))
-    assert "0.250" in text
-    assert "at iteration" in text
-
-
 def test_a_run_that_was_cut_anywhere_has_a_page(make_run):
     folder = make_run(iterations=2)
     for name in ("metrics.csv", "samples.jsonl", "events.jsonl", "publish.json", "config.yaml"):

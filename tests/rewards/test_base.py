@@ -133,11 +133,6 @@ def test_names_are_distinct_and_there_is_a_reward():
         score_all([], SAMPLES)
 
 
-def test_a_reward_without_a_name_has_that_of_its_class():
-    assert Returns([1.0]).name == "Returns"
-    assert Length().name == "length"
-
-
 class Judge(Length):
     """A slow service: it has all samples in one call, and fails when it is told to."""
 

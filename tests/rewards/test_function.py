@@ -7,7 +7,7 @@ import pytest
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.rewards import FunctionReward, Sample, score_all
-from lit_qrl.rewards.function import as_rewards, conversation, find_function
+from lit_qrl.rewards.function import conversation, find_function
 
 HERE = "tests.rewards.test_function"
 SAMPLES = [Sample(f"{i}+1=", str(i + 1), str(i + 1), {"question": f"{i}+1=", "answer": i + 1}) for i in range(4)]
@@ -124,17 +124,6 @@ def test_a_service_that_fails_on_a_sample_costs_that_one_after_retries(monkeypat
     assert shown == sorted(set(shown))
 
 
-def test_a_service_that_hangs_costs_its_sample():
-    hangs = threading.Event()
-    reward = FunctionReward(
-        lambda completions: hangs.wait(60) if completions[0] == "2" else [1.0],
-        concurrency=4, timeout=1.0, retries=0,
-    )  # fmt: skip
-    assert score_all([reward], SAMPLES, error_reward=-1.0).total == [1.0, -1.0, 1.0, 1.0]
-    assert reward.failures == {1: "not done within 1 s"}
-    hangs.set()
-
-
 def test_a_coroutine_that_hangs_is_cancelled():
     cancelled = threading.Event()
 
@@ -190,13 +179,6 @@ def test_limits_of_single_calls_without_such_calls_are_refused(unheeded):
     with pytest.raises(ConfigError, match=r"for calls of single samples.*concurrency 0\. Set concurrency"):
         FunctionReward(right, **unheeded)
     assert FunctionReward(right, concurrency=1, **unheeded)(SAMPLES) == [1.0] * 4
-
-
-def test_functions_stand_for_rewards():
-    reward = FunctionReward(right)
-    found = as_rewards([reward, right])
-    assert found[0] is reward
-    assert (found[1].name, found[1].function) == ("right", right)
 
 
 def hold(completions, **kwargs):

@@ -36,10 +36,3 @@ def test_no_answer_makes_a_reward_raise(fuzz, data):
     for reward in shipped:
         module.seconds(reward, [sample], told, again=0)
     assert told == []
-
-
-def test_the_mutations_of_a_seed_are_the_same(fuzz):
-    module, _ = fuzz
-    first, second = (list(module.samples(100, seed=3)) for _ in range(2))
-    assert first == second
-    assert sum(map(len, first)) == 100

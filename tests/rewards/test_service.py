@@ -77,10 +77,6 @@ def test_all_together_have_a_limit():
     assert results[1:] == [Failure("timed out in the queue after 0.5 s")] * 2
 
 
-def test_nothing_to_do():
-    assert gather([], concurrency=2, timeout=1) == []
-
-
 def test_the_event_loop_stays_open_between_calls():
     async def where():
         return asyncio.get_running_loop()

@@ -1,7 +1,7 @@
 import pytest
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.rewards import ConstantReward, ExactMatchReward, Sample
+from lit_qrl.rewards import ExactMatchReward, Sample
 from lit_qrl.rewards.simple import EpisodeReward
 from lit_qrl.types import Episode
 
@@ -41,13 +41,6 @@ def test_a_row_without_an_answer_cannot_be_scored(reference):
     reward = ExactMatchReward()
     assert reward.unscorable(Sample("", "", reference=reference)) == "its reference is empty"
     assert reward.unscorable(Sample("", "", reference=0)) is None
-
-
-def test_every_completion_scores_the_same():
-    reward = ConstantReward(0.7, weight=2.0)
-    assert reward([Sample("", str(i)) for i in range(3)]) == [0.7] * 3
-    assert reward([]) == []
-    assert (reward.weight, reward.name) == (2.0, "constant")
 
 
 def test_the_score_is_the_environments_and_a_failed_one_is_left_out():

@@ -96,13 +96,6 @@ def test_results_come_in_order_from_several_workers(pool):
     assert 1 <= len(workers.pids) <= 3
 
 
-def test_nothing_starts_before_there_is_work(pool):
-    workers = pool(echo, size=3)
-    assert workers.pids == []
-    assert workers.map([]) == []
-    assert workers.pids == []
-
-
 def test_no_more_workers_than_calls(pool):
     workers = pool(echo, size=3, timeout=30.0)
     workers.map([(1,)])
@@ -180,10 +173,6 @@ def test_a_confined_worker_does_no_harm(kind, tmp_path):
 
 def test_what_a_library_prints_does_not_disturb(pool):
     assert pool(chatter, timeout=30.0).map([(), ()]) == ["quiet", "quiet"]
-
-
-def test_exceptions_become_failures(pool):
-    assert pool(echo, timeout=30.0).map([(1, 2)])[0].reason.startswith("TypeError")
 
 
 def test_close_leaves_no_process_and_may_be_repeated(pool):

@@ -11,7 +11,6 @@ from lit_qrl.network.linears import quantizable_linears
 from lit_qrl.network.stream import weight_stream
 from lit_qrl.publish.probe import Probe, learner_scores
 from lit_qrl.receipts.ledger import PublishError, SentLedger, compare, compare_columns
-from lit_qrl.rollout.engine import EngineDiedError
 from lit_qrl.rollout.vllm import live_model
 from lit_qrl.rollout.vllm.installation import installed_version
 from tests.vllm_engines import (
@@ -103,19 +102,6 @@ def test_weights_that_a_sleep_dropped_come_back_along_the_learned_routes(name, m
     assert ("missing", "model.layers.1.mlp.down_proj") in named(engine.load_weights(without, format, 2).received.faults)
 
 
-def test_an_engine_that_cannot_wake_died(built):
-    network = tiny_network()
-    engine = built(network)
-    publish(network, engine, None, 0)
-
-    def refuse():
-        raise RuntimeError("CUDA Error: out of memory")
-
-    engine._asleep, engine.llm.wake_up = True, refuse
-    with pytest.raises(EngineDiedError, match="did not wake: RuntimeError: CUDA Error"):
-        engine.wake()
-
-
 # --------------------------------------------------------------------------------------------------- no false alarms
 
 
@@ -203,21 +189,3 @@ def test_separate_global_scales_of_a_fused_layer_are_noticed(built):
     engine.load_weights(separately(checkpoint(network, engine, format)), format, 1)
     wrong = {fault.name for fault in compare_columns(sent, engine.read_columns, exact=False)}
     assert "model.layers.0.self_attn.k_proj.weight" in wrong
-
-
-def test_engine_that_dies_says_so_and_can_be_built_again(monkeypatch, built):
-    network = tiny_network()
-    engine = built(network)
-    publish(network, engine, None, 0)
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.llm.llm_engine, "step", lambda: (_ for _ in ()).throw(MemoryError("out of memory")))
-        with pytest.raises(EngineDiedError, match="MemoryError: out of memory"):
-            engine.generate(prompts(1), 1, 0)
-    with pytest.raises(RuntimeError, match="no complete weights"):
-        engine.generate(prompts(1), 1, 0)
-    engine.close()
-    assert publish(network, engine, None, 1)[0] == []
-    assert disagreement(network, engine) < 1e-4
-    engine.step_timeout = 0.0
-    with pytest.raises(EngineDiedError, match="one step took longer than 0 s"):
-        engine.generate(prompts(1), 1, 0)

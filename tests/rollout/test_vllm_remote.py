@@ -39,8 +39,6 @@ CORRUPTIONS = [
     faults.test_wrong_version,
     faults.test_not_finite_on_the_way,
     faults.test_not_finite_at_the_sender_is_refused_and_named,
-    faults.test_transposed_block,
-    faults.test_old_norms,
     faults.test_wrong_dtype,
     faults.test_tensor_sent_twice,
 ]

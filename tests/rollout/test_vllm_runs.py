@@ -21,7 +21,6 @@ pytestmark = pytest.mark.vllm
 
 ROOT = Path(__file__).parent.parent.parent
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
-NORM = "model.layers.0.input_layernorm.weight"
 
 
 class Watch(RLCallback):

@@ -11,7 +11,7 @@ import torch
 from lit_qrl.rollout import VLLMEngine
 from lit_qrl.rollout.vllm.ways import DeviceMemory
 from lit_qrl.run import torch_settings as allocator
-from lit_qrl.run.torch_settings import NAMES, fixed_segments, let_segments_grow
+from lit_qrl.run.torch_settings import NAMES, let_segments_grow
 
 
 @pytest.fixture
@@ -56,12 +56,6 @@ def test_an_engine_of_several_processes_takes_segments_of_fixed_sizes(environmen
     assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == said[0]
     let_segments_grow()  # as in a process that this one starts
     assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == said[0]
-
-
-def test_on_a_cpu_nothing_is_switched(environment):
-    environment.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    with fixed_segments(torch.device("cpu")) as pool:
-        assert pool is None
 
 
 @pytest.mark.gpu

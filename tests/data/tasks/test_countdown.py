@@ -92,17 +92,3 @@ def test_other_rewards_do_not_change_what_is_correct():
 def test_wrong_settings_are_named(settings, named):
     with pytest.raises(ConfigError, match=named):
         Countdown(**settings)
-
-
-def test_too_small_a_space_is_an_error_with_a_remedy():
-    with pytest.raises(ConfigError, match=r"train_size.*Lower train_size"):
-        Countdown(max_number=4, max_target=10, train_size=1000, evaluation_size=5).setup()
-
-
-def test_bad_files_are_named(tmp_path):
-    with pytest.raises(ConfigError, match="does not exist"):
-        Countdown(exclude=[str(tmp_path / "none.jsonl")]).setup()
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text('{"input": "1,2,3", "output": "6"}\n{"question": "?"}\n')
-    with pytest.raises(ConfigError, match=r"Row 2 of .*bad\.jsonl.*not a problem of Countdown"):
-        Countdown(exclude=[str(bad)]).setup()

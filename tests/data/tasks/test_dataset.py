@@ -1,4 +1,3 @@
-import copy
 import json
 import logging
 from pathlib import Path
@@ -6,18 +5,11 @@ from pathlib import Path
 import datasets
 import pytest
 import yaml
-from jsonargparse import ArgumentParser
 
-import lit_qrl.data.tasks
-import lit_qrl.rewards
-from lit_qrl.data.task import Task
 from lit_qrl.data.tasks import DatasetTask
 from lit_qrl.errors import ConfigError
 from lit_qrl.rewards import ConstantReward, FormatReward, MathReward, Reward, Sample, SudokuReward
 from lit_qrl.run.description import describe
-from tests.rewards.datasets import DATA, rows
-
-CONFIGS = Path(__file__).parents[3] / "configs" / "task"
 
 
 def write(path, count=20, start=0, **columns):
@@ -55,13 +47,6 @@ def test_by_default_a_tenth_is_held_out(path, tmp_path):
     assert len(ready(path).evaluation_rows()) == 2
     assert len(ready(write(tmp_path / "small.jsonl", 2)).evaluation_rows()) == 1
     assert len(ready(write(tmp_path / "large.jsonl", 6000)).evaluation_rows()) == 500
-
-
-def test_setup_may_be_repeated(path):
-    task = ready(path)
-    first = task.evaluation_rows()
-    task.setup()
-    assert task.evaluation_rows() is first
 
 
 def test_evaluated_rows_are_removed_from_training_and_counted(path, tmp_path, caplog):
@@ -345,28 +330,3 @@ def test_a_judge_that_raises_counts_the_sample_as_wrong():
 
     task = DatasetTask("a.jsonl", rewards=[Judge()])
     assert task.is_correct([Sample("", "x"), Sample("", ""), Sample("", "xx")]) == [True, False, False]
-
-
-def test_gsm8k_from_files():
-    train, test = (str(DATA / f"{name}.jsonl") for name in ("gsm8k_train", "gsm8k"))
-    task = ready(train, evaluation_path=test, answer_pattern="#### (.*)")
-    assert (len(task.train_rows()), len(task.evaluation_rows())) == (20, 40)
-    answered = [Sample("", row["answer"], task.reference(row)) for row in task.evaluation_rows()]
-    assert all(task.is_correct(answered))
-    assert task.reference(rows("gsm8k")[0]) == "18"
-
-
-@pytest.mark.parametrize("name", ["gsm8k", "math500", "jsonl", "sudoku"])
-def test_shipped_fragments_build_their_task(name):
-    assert lit_qrl.data.tasks
-    assert lit_qrl.rewards  # imported, so that short class names resolve
-    config = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())["data"]["task"]
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_subclass_arguments(Task, "task")
-    task = parser.instantiate(parser.parse_object({"task": copy.deepcopy(config)})).task
-    given = config["init_args"]
-    for key in set(given) - {"rewards", "answer_pattern"}:
-        assert getattr(task, key) == given[key]
-    if "answer_pattern" in given:
-        assert task.answer_pattern.pattern == given["answer_pattern"]
-    assert [type(reward).__name__ for reward in task.rewards] == [r["class_path"] for r in given["rewards"]]

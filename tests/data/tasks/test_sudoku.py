@@ -91,12 +91,6 @@ def test_wrong_arguments(empty):
         Sudoku(empty=empty)
 
 
-def test_too_few_puzzles():
-    task = Sudoku(empty=1, evaluation_size=1000)
-    with pytest.raises(ConfigError, match="too few Sudoku puzzles with 1 empty cells for evaluation_size"):
-        task.setup()
-
-
 @pytest.mark.parametrize(
     "line",
     ["102200002100320,3142243142131324", "3102200002100320,1234341221434321", "x102200002100320,3142243142131324"],

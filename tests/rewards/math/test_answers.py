@@ -2,7 +2,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_qrl.rewards.math.equivalence import unescaped
 from lit_qrl.rewards.math.reward import (
     after_thinking,
     extract_answer,
@@ -81,13 +80,6 @@ def test_adjacent_boxes_are_one_answer(text, answer):
 )
 def test_backslashes_that_json_doubled_are_halved(text, answer):
     assert extract_answer(text) == answer
-
-
-def test_doubled_backslashes_are_known_by_commands():
-    assert unescaped(r"\\\\sqrt{2}") == r"\sqrt{2}"
-    assert unescaped(r"\\begin{matrix}1 \\\\ 2\\end{matrix}") == r"\begin{matrix}1 \\ 2\end{matrix}"
-    assert unescaped(r"\frac{1}{2} \\ x") == r"\frac{1}{2} \\ x"
-    assert unescaped(r"1 \\ abc") == r"1 \\ abc"
 
 
 @pytest.mark.parametrize(

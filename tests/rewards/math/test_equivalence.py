@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_qrl.rewards.math.equivalence import _container, equivalent, normalize, settled, split_top
+from lit_qrl.rewards.math.equivalence import _container, equivalent, normalize, settled
 from tests.rewards.datasets import rows
 
 PAIRS = [json.loads(line) for line in Path(__file__).with_name("math_pairs.jsonl").read_text("utf-8").splitlines()]
@@ -86,15 +86,6 @@ def test_only_whole_answers_are_read():
     for answer in (r"5 \foo{2}", "5 @ 6", "5 = ", r"\frac{1}{2} \bar", "5 and more"):
         assert not equivalent("5", answer), answer
         assert not equivalent(r"\frac{1}{2}", answer), answer
-
-
-def test_split_top_keeps_brackets_whole():
-    assert split_top(r"(1,2), \{3,4\}, f(5,6), \begin{pmatrix} 1,2 \end{pmatrix}") == [
-        "(1,2)",
-        r"\{3,4\}",
-        "f(5,6)",
-        r"\begin{pmatrix} 1,2 \end{pmatrix}",
-    ]
 
 
 TOKENS = [*r"()[]{}|,=<>_^+-:", "\\{", "\\}", "\\cup", "\\pm", "\\text{", "x", "1", " "]

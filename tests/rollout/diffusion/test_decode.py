@@ -77,11 +77,6 @@ def test_positions_of_one_confidence_are_unmasked_from_the_left():
         )
 
 
-def test_one_block_and_one_token_at_a_time_is_plain_confidence_decoding(network):
-    drawn = run(network, LENGTH, LENGTH, temperature=0.0)
-    assert all(sorted(row) == list(range(LENGTH)) for row in drawn.unmasked_at.tolist())
-
-
 @pytest.mark.parametrize("reuse", ["prompt", "blocks"])
 def test_reuse_changes_nothing_where_a_block_has_one_step(network, reuse):
     exact = run(network, 2, 1, temperature=1.0)
@@ -123,12 +118,6 @@ def test_a_sequence_ends_with_the_block_that_holds_its_stop_token(network):
         assert (cut.tokens[row, decoded:] == MASK).all()
     assert calls[0] == (0 if int(cut.length.min()) > 2 else int((cut.length <= 2).sum()), 2 * len(ROWS))
     assert calls[-1][0] == len(ROWS)
-
-
-def test_a_completion_does_not_depend_on_its_batch(network):
-    together = run(network, 4, 2, temperature=1.0)
-    alone = run(network, 4, 2, pieces=[Piece(2, 2, 1, 3)], temperature=1.0)
-    assert torch.equal(alone.tokens[0], together.tokens[4])
 
 
 def test_truncation_draws_likely_tokens_alone(network):

@@ -12,7 +12,6 @@ from lit_qrl.network.linears import quantizable_linears
 from lit_qrl.network.stream import weight_stream
 from lit_qrl.receipts.ledger import Ledger, compare
 from lit_qrl.rollout import DiffusionEngine
-from lit_qrl.rollout.diffusion.stack import Stack
 from lit_qrl.rollout.engine import Estimates, SamplerSpec, Scores
 from lit_qrl.types import SamplingParams
 from tests.network.test_denoising import estimated
@@ -142,10 +141,6 @@ def test_bad_options_are_refused_with_a_remedy(network):
         engine.check_model(build_network())
     with pytest.raises(ConfigError, match="multiple"):
         engine_of(network).generate(PROMPTS, 1, 0, sampling=SamplingParams(max_tokens=7))
-
-
-def test_the_samplers_layers_are_known(network):
-    assert Stack.of(engine_of(network).network) is not None
 
 
 @pytest.mark.gpu
