@@ -8,13 +8,13 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from lit_qrl.cli import TRAINING
 from lit_qrl.errors import EXIT_CONFIG, EXIT_STOPPED, ConfigError, StoppedError
 from lit_qrl.run import console  # noqa: F401  its clock starts with the command
+from lit_qrl.run.imports import uncollected
 from lit_qrl.run.interrupt import Interrupted, Interruption, deadline
 from lit_qrl.shipped import SHIPPED
 
@@ -153,18 +153,6 @@ def prints_only(args: Sequence[str]) -> bool:
     return any(HELP.fullmatch(word) for word in args)
 
 
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Let no garbage be looked for while libraries are imported: nothing of them is, and it is a fifth of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
 def run_training(args: Sequence[str]) -> Any:
     """Run a Trainer command and return the CLI object."""
     signals = Interruption()
@@ -176,6 +164,8 @@ def run_training(args: Sequence[str]) -> Any:
             from lit_qrl.cli.errors import exited, of_disk
             from lit_qrl.cli.training import QRLCLI
 
+        if deadline.enabled:  # the process ends with the run, and nothing that libraries hold becomes garbage before
+            gc.freeze()  # so an engine that starts need not look through it all, which it does several times
         try:
             return QRLCLI.run(list(args))
         except MisconfigurationException as error:  # Lightning's own word for a configuration that cannot work

@@ -69,6 +69,7 @@ from lit_qrl.rollout.vllm.process import (
 from lit_qrl.rollout.vllm.upkeep import unlock_workspaces
 from lit_qrl.rollout.vllm.watchdog import Watchdog
 from lit_qrl.run.console import phase, without_bars
+from lit_qrl.run.imports import uncollected
 from lit_qrl.run.torch_settings import keep_segments_fixed
 from lit_qrl.types import Completion, SamplingParams
 
@@ -283,7 +284,7 @@ class VLLMEngine(RolloutEngine):
             if size > 1:
                 self.processes = processes
                 arguments |= {"tensor_parallel_size": size, "distributed_executor_backend": "external_launcher"}
-            with phase("vLLM imported"):
+            with phase("vLLM imported"), uncollected():
                 apply_all()
                 from vllm import LLM  # pyright: ignore[reportAttributeAccessIssue]
 
