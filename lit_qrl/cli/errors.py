@@ -73,9 +73,8 @@ def readable(
     nested = re.search(r"NestedArg\(key='([\w.]+)'", message)
     if key and nested and "is abstract" in message:
         return f"{where}the option {nested[1]!r} is of a class that is not chosen. Set {key[1]}.class_path first."
-    adapter = "PeftConfig" in message
-    if key and nested and (adapter or re.search(r"there is no option .*See --help", message)):
-        example = " (such as peft.LoraConfig)" if adapter else ""
+    if key and nested and re.search(r"there is no option .*See --help", message):
+        example = " (such as peft.LoraConfig)" if "PeftConfig" in message else ""
         hint = f"If no class is chosen yet, set {key[1]}.class_path first{example}; else see --help for its options."
         return f"{where}there is no option {nested[1]!r}. {hint}"
 
@@ -104,8 +103,7 @@ def readable(
     if not number and (found := re.search(r"Expected a dot import path string: (\S.*)", message)):
         name = re.sub(r".*class_path:\s*([\w.]+).*", r"\1", found[1].strip())
         known = list(classes(key[1] if key else ""))
-        example = f"peft.{name}" if adapter else "package.module.Class"
-        hint = nearest(name, known) if known else f"Give it with its module, such as {example}."
+        hint = nearest(name, known) if known else "Give it with its module, such as package.module.Class."
         return f"{where}there is no class {name!r}. {hint}"
     if found := re.search(r"(?:No module named|has no attribute|cannot import name) ?'?([\w.]+)'?", message):
         extra = EXTRAS.get(found[1].split(".")[0])
