@@ -11,6 +11,7 @@ from pickle import UnpicklingError
 from typing import Any, Literal
 
 import torch
+from peft import LoraConfig, PeftConfig, get_peft_model_state_dict
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -20,7 +21,7 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.functional.logprobs import softmax_logprobs, token_logprobs
 from lit_qrl.functional.vocabulary_kl import vocabulary_kl
-from lit_qrl.network.adapters import PeftConfig, check_adapter, is_lora, merged_weights, starts_from_base, with_adapter
+from lit_qrl.network.adapters import check_adapter, merged_weights, starts_from_base, with_adapter
 from lit_qrl.network.attention import implementation
 from lit_qrl.network.chat import chat_ids, turn_ids, with_special_tokens
 from lit_qrl.network.denoising import check_causal
@@ -44,6 +45,7 @@ from lit_qrl.network.reference import Reference
 from lit_qrl.network.shards import whole
 from lit_qrl.network.structure import compute_frequencies_on_the_cpu
 from lit_qrl.precision.deferred import DeferredWeights, deferred_folder, weights_are_deferred
+from lit_qrl.precision.layers.lora_linear import keep_factors, swap_lora_linears
 from lit_qrl.precision.layers.low_bit import LowBitWeight
 from lit_qrl.precision.layers.one_pass import Fuse, take_one_pass
 from lit_qrl.precision.layers.residual import join_layers
@@ -270,8 +272,6 @@ class CausalPolicy(Described, nn.Module):
         if self.packing == "auto" and self.attn_implementation is None:
             enable_padding_free(network, self.dropout)
         if self.lora is not None:
-            from lit_qrl.precision.layers.lora_linear import swap_lora_linears
-
             network = with_adapter(network, self.lora, self.source)
             swap_lora_linears(network)
             if getattr(self.lora, "lora_dropout", 0) and not self.dropout:
@@ -295,11 +295,7 @@ class CausalPolicy(Described, nn.Module):
             for name, buffer in part.named_buffers(recurse=False)
             if name in part._non_persistent_buffers_set
         ]
-        if self.lora is not None and self.model is not None:
-            from lit_qrl.precision.layers.lora_linear import keep_factors
-
-            fn = keep_factors(self.model, fn)
-        super()._apply(fn, recurse)
+        super()._apply(fn if self.lora is None or self.model is None else keep_factors(self.model, fn), recurse)
         for part, name, before in kept:
             after = part.get_buffer(name)
             if after.dtype != before.dtype:
@@ -327,7 +323,7 @@ class CausalPolicy(Described, nn.Module):
     def _may_defer(self) -> bool:
         """Return whether a precision plugin asks for it, and no part of an adapter starts from the base's weights."""
         lora = self.lora
-        fits = lora is None or (is_lora(lora) and not (lora.modules_to_save or starts_from_base(lora)))
+        fits = lora is None or (isinstance(lora, LoraConfig) and not (lora.modules_to_save or starts_from_base(lora)))
         return fits and weights_are_deferred(adapted=lora is not None)
 
     def _packed(self, format: NumberFormat, dtype: Any, options: dict[str, Any]) -> Any:
@@ -381,8 +377,6 @@ class CausalPolicy(Described, nn.Module):
         """Return the adapter's tensors under PEFT's checkpoint names; empty without an adapter."""
         if self.lora is None:
             return {}
-        from peft import get_peft_model_state_dict
-
         return {name: whole(tensor) for name, tensor in get_peft_model_state_dict(self.model).items()}
 
     def frozen_names(self) -> list[str]:

@@ -5,36 +5,23 @@ import logging
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol, TypeGuard
+from typing import Any
 
 import torch
+from peft import LoftQConfig, LoraConfig, get_peft_model
+from peft.tuners.lora.layer import Linear, ParamWrapper
+from peft.utils import transformers_weight_conversion
 from torch import Tensor, nn
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.network.expert_list import ExpertList
 from lit_qrl.network.experts import expert_stacks, expert_weights
 from lit_qrl.network.linears import quantizable_linears, routers_of
-from lit_qrl.network.names import base_of, checkpoint_modules, checkpoint_name, is_adapted, is_peft
+from lit_qrl.network.names import base_of, checkpoint_modules, checkpoint_name, is_adapted
 from lit_qrl.network.quantized_linear import QuantizedLinear
 from lit_qrl.network.shards import gathered, whole
 
 log = logging.getLogger(__name__)
-
-_LORA, _EXPERTS = (f"tuners.lora.layer.{name}" for name in ("Linear", "ParamWrapper"))
-
-
-class PeftConfig(Protocol):
-    """What is known of PEFT's own class while nobody has asked for an adapter: importing PEFT takes seconds."""
-
-    @staticmethod
-    def from_peft_type(**kwargs: Any) -> Any:
-        """Return the configuration of a kind of adapter."""
-        ...
-
-
-def is_lora(config: object) -> TypeGuard[Any]:
-    """Return whether a configuration of PEFT's is that of a LoRA."""
-    return is_peft(config, "tuners.lora.config.LoraConfig")
 
 
 def check_adapter(config: Any) -> None:
@@ -58,8 +45,6 @@ def with_adapter(network: Any, config: Any, source: object) -> Any:
     Raises:
         ConfigError: for an adapter that does not fit the model.
     """
-    from peft import get_peft_model
-
     config.task_type = config.task_type or "CAUSAL_LM"
     linears = sorted({name.rpartition(".")[2] for name in quantizable_linears(network)})
     routers, experts = routers_of(network), {network.get_submodule(name) for name in expert_stacks(network)}
@@ -81,7 +66,7 @@ def with_adapter(network: Any, config: Any, source: object) -> Any:
     others = [
         name
         for name, part in parts
-        if base_of(part) in routers or (is_peft(part, _EXPERTS) and base_of(part) not in experts)
+        if base_of(part) in routers or (isinstance(part, ParamWrapper) and base_of(part) not in experts)
     ]
     if others:
         raise ConfigError(
@@ -96,8 +81,6 @@ def with_adapter(network: Any, config: Any, source: object) -> Any:
 @contextmanager
 def _taken_literally() -> Iterator[None]:
     """Keep PEFT from taking `gate_proj` of a dense layer for the experts', which had that name before the stack."""
-    from peft.utils import transformers_weight_conversion
-
     kept = transformers_weight_conversion.convert_peft_config_for_transformers
     transformers_weight_conversion.convert_peft_config_for_transformers = lambda *_, **__: None
     try:
@@ -114,7 +97,7 @@ def check_fits(network: Any, config: Any, source: object) -> None:
         config: the adapter's, or None.
         source: where the model comes from, for errors.
     """
-    if is_lora(config) and not starts_from_base(config) and expert_weights(network):
+    if isinstance(config, LoraConfig) and not starts_from_base(config) and expert_weights(network):
         with torch.device("meta"):
             with_adapter(network, copy.deepcopy(config), source)
 
@@ -125,11 +108,10 @@ def starts_from_base(config: object) -> bool:
     Args:
         config: PEFT's.
 
-    >>> from peft import LoraConfig
     >>> starts_from_base(LoraConfig()), starts_from_base(LoraConfig(init_lora_weights="pissa"))
     (False, True)
     """
-    if not is_lora(config):
+    if not isinstance(config, LoraConfig):
         return False
     return config.use_dora or config.init_lora_weights not in (True, False, "gaussian")
 
@@ -253,7 +235,7 @@ def merged_tensors(layer: Any, dtype: torch.dtype | None = None) -> dict[str, Te
     parameters = dict(base.named_parameters())
     own = {name: parameter.data for name, parameter in parameters.items()}
     adapters = [adapter for adapter in layer.active_adapters if adapter in getattr(layer, "lora_A", ())]
-    if is_peft(layer, _LORA) and not any(a in layer.lora_variant or layer.lora_bias[a] for a in adapters):
+    if isinstance(layer, Linear) and not any(a in layer.lora_variant or layer.lora_bias[a] for a in adapters):
         # PEFT's own sum of a plain LoRA; its `merge` looks for NaN in each layer, for which the host would wait.
         for adapter in adapters:
             own["weight"] = own["weight"] + layer.get_delta_weight(adapter).to(own["weight"].dtype)
@@ -288,7 +270,7 @@ def lost_in_merge(network: nn.Module, rounded: Callable[[Tensor], Tensor] | None
     lost = kept = torch.zeros((), dtype=torch.float32)
     for layer in network.modules():
         base = base_of(layer)
-        if not is_adapted(layer) or not is_peft(layer, _LORA) or isinstance(base, QuantizedLinear):
+        if not is_adapted(layer) or not isinstance(layer, Linear) or isinstance(base, QuantizedLinear):
             continue
         update = torch.stack([layer.get_delta_weight(adapter).float() for adapter in layer.active_adapters]).sum(dim=0)
         weight, make = base.weight, rounded or (lambda full, like=base.weight: full.to(like.dtype))
@@ -302,8 +284,6 @@ def drop_loftq(policy: Any) -> None:
     """Leave out of a parsed policy the default of `loftq_config`, which PEFT would take for a wish of the user's."""
     try:
         lora = policy.init_args.lora.init_args
-        from peft import LoftQConfig
-
         if lora.init_lora_weights != "loftq" and vars(lora.loftq_config) == vars(LoftQConfig()):
             del lora["loftq_config"]
     except (AttributeError, TypeError):  # no adapter, one without LoftQ, or none of these classes

@@ -1,11 +1,13 @@
 """A network as its checkpoint names it, whatever PEFT put into it; nothing else knows PEFT's names for that."""
 
 import re
-import sys
 from collections.abc import Iterable, Iterator
 from functools import cache
-from typing import Any, TypeGuard
+from typing import Any
 
+from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key, revert_weight_conversion
@@ -30,24 +32,7 @@ def checkpoint_name(name: str) -> str:
 @cache
 def _prefixes() -> tuple[str, ...]:
     """How PEFT begins the names of its own modules, one for each kind of adapter."""
-    from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
-
     return tuple(set(PEFT_TYPE_TO_PREFIX_MAPPING.values()))
-
-
-def is_peft(part: object, path: str) -> TypeGuard[Any]:
-    """Return whether something is of a class of PEFT's; of none while nothing has imported PEFT, which takes seconds.
-
-    Args:
-        part: a module of a network, or a configuration.
-        path: of the class within PEFT.
-    """
-    place, _, name = path.rpartition(".")
-    loaded = sys.modules.get(f"peft.{place}")
-    return loaded is not None and isinstance(part, getattr(loaded, name))
-
-
-_LAYER = "tuners.tuners_utils.BaseTunerLayer"
 
 
 def is_adapter(name: str) -> bool:
@@ -70,12 +55,12 @@ def is_saved_with_adapter(name: str) -> bool:
 
 def is_adapted(module: nn.Module) -> bool:
     """Return whether a module is PEFT's layer around one of the model's."""
-    return is_peft(module, _LAYER) and hasattr(module, _BASE)
+    return isinstance(module, BaseTunerLayer) and hasattr(module, _BASE)
 
 
 def base_of(module: Any) -> Any:
     """Return the model's own layer inside PEFT's, or the module itself."""
-    return module.get_base_layer() if is_peft(module, _LAYER) else module
+    return module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
 
 
 def copy_in_use(module: Any) -> Any:
@@ -83,9 +68,9 @@ def copy_in_use(module: Any) -> Any:
 
     Of an embedding with rows that are trained, it is PEFT's layer around the model's own.
     """
-    if is_peft(module, "utils.other.TrainableTokensWrapper"):
+    if isinstance(module, TrainableTokensWrapper):
         return module.token_adapter
-    if not is_peft(module, "utils.other.ModulesToSaveWrapper"):
+    if not isinstance(module, ModulesToSaveWrapper):
         return module
     return module.original_module if module.disable_adapters else module.modules_to_save[module.active_adapters[0]]
 

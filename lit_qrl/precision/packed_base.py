@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 from accelerate.utils import set_module_tensor_to_device
+from peft import PeftConfig
 from torch import nn
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats import MXFP4, NF4, NVFP4, FP8Block, FP8Row, FP8Tensor, Int4Group, Int8Channel
 from lit_qrl.formats.base import NumberFormat, QuantizedWeight
-from lit_qrl.network.adapters import PeftConfig, starts_from_base
+from lit_qrl.network.adapters import starts_from_base
 from lit_qrl.network.experts import ExpertStack, expert_stacks, names_apart
 from lit_qrl.network.folder import FolderReader
 from lit_qrl.network.names import base_of, checkpoint_modules
