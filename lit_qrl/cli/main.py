@@ -179,6 +179,7 @@ def run_training(args: Sequence[str]) -> Any:
                 raise
             raise StoppedError(known) from error
     finally:
+        gc.unfreeze()  # else libraries complain at the process's end of what is left of them
         signals.remove()
 
 
