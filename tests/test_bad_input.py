@@ -339,7 +339,7 @@ KNOWN_BEFORE_A_MODEL = {
     "a server that is not there": (
         [
             *("--data.engine", "RemoteVLLMEngine", "--data.engine.hosts", '["127.0.0.1:9"]'),
-            *("--data.engine.token_file", ROOT / "README.md"),
+            *("--data.engine.token_file", "token"),
         ],
         ["The vLLM server at http://127.0.0.1:9 cannot be reached", "lit-qrl serve"],
     ),
@@ -438,6 +438,8 @@ KNOWN_BEFORE_A_MODEL = {
 def files(tmp_path, model):
     """The files that the cases name."""
     (tmp_path / "text.yaml").write_text("x")
+    (tmp_path / "token").write_text("x" * 32)
+    (tmp_path / "token").chmod(0o600)
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "empty").mkdir()
     (tmp_path / "before" / "checkpoints").mkdir(parents=True)
