@@ -10,9 +10,9 @@ correct   w, keep = f(log π_learner_old − log π_sampler), once per mini-batc
 deal      each mini-batch is one optimizer step, cut into micro-batches that pad little       `deal`
 ========= =================================================================================== ==================
 
-The weights were published to the sampler before the first of these; what the objective makes of w, keep and A is the
-module's `training_step`. With one update per rollout the forward pass of that step is learner_old's: `scored_when`
-says whether it is scored before, for what has to be known of the whole batch, or corrected there (`weigh_here`).
+The weights were published before the first of these. `deal` calls `correct` (`loop.correction`); what the objective
+makes of w, keep and A is the module's `training_step`. With one update per rollout its forward pass is learner_old's:
+`scored_when` says whether that is scored before, for what all of the batch decides, or corrected there (`weigh_here`).
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Weights in a live vLLM model: where each checkpoint tensor goes, loading a whole stream, and proof of what arrived.
+"""Weights in a live vLLM model: finding the place of each (`locations`), loading a stream, and proof of what arrived.
 
 A tensor passes three places: vLLM's loader writes it into a parameter in the checkpoint's layout, often a slice of a
 fused one; the layer's method repacks that for its kernel; the result is copied into the memory that the kernels (and
