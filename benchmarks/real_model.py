@@ -32,6 +32,7 @@ ARMS: dict[str, list[str]] = {
     "fp8_row+ais": ["configs/precision/rollout_fp8_row.yaml", "configs/correction/ais.yaml"],
     "fp8_row+aligned": ["configs/precision/qat_fp8_row.yaml"],
     "int4+aligned": ["configs/precision/qat_int4_group.yaml"],
+    "embedded": ["configs/engine/transformers.yaml"],
     "lora": ["configs/real/lora.yaml"],
     "lora+nvfp4": ["configs/real/lora.yaml", "configs/precision/nvfp4_lora.yaml"],
     "trl": [],
