@@ -283,9 +283,7 @@ class CacheScales:
     def _scales(self, network: Any, sequences: Sequence[Sequence[int]]) -> Tensor:
         """Return the scales "layers 2" that hold the largest key and value of each layer, with the margin."""
         lengths = torch.tensor([len(one) for one in sequences])
-        tokens = torch.zeros(len(sequences), int(lengths.max()), dtype=torch.long)
-        for row, one in enumerate(sequences):
-            tokens[row, : len(one)] = torch.tensor(one)
+        tokens = torch.tensor([[*one, *[0] * (int(lengths.max()) - len(one))] for one in sequences])
         device = network.get_input_embeddings().weight.device
         cache = ScoringCache(None)
         body(network)(input_ids=tokens.to(device), **cached(network, cache))
