@@ -144,11 +144,13 @@ class SlotCache(RoundedCache):
         rounding: of what is kept; None keeps it as it comes.
     """
 
+    kind = SlotLayer
+
     def __init__(self, layers: int, capacity: int, columns: int, rounding: Rounding | None = None) -> None:
         self.capacity, self.columns, self.rounding = capacity, columns, rounding
         self.rows, self.filled = capacity, 0
         self.at: Tensor | None = None
-        super().__init__(layers=[SlotLayer(self) for _ in range(layers)])
+        super().__init__(layers=[self.kind(self) for _ in range(layers)])
 
     @property
     def slots(self) -> list[SlotLayer]:

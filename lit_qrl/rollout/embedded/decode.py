@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from itertools import islice
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -34,10 +33,6 @@ REFILL = 8
 """One slot in so many is free before the next prompts are prefilled, since a prefill holds up all rows."""
 NARROW = 4
 """Rows get fewer where one slot in so many is left: a smaller step saves little, and recording it takes that of ten."""
-
-
-NOTHING: Mapping[int, HeldRow] = MappingProxyType({})
-"""Of no sequence is anything held."""
 
 Random = Callable[[int, int], Tensor]
 """Gives the uniform numbers "n steps" of a prompt's completions, by the prompt's position and the steps."""
@@ -135,15 +130,6 @@ def numbers_of(pieces: Iterable[Piece], n: int) -> list[int]:
     [21, 22, 15]
     """
     return [piece.prompt * n + i for piece in pieces for i in range(piece.first, piece.first + piece.count)]
-
-
-def sizes_of(slots: int) -> list[int]:
-    """Return the numbers of rows that steps of fixed shapes are made for: all slots, and the powers of two below.
-
-    >>> sizes_of(12)
-    [12, 8, 4, 2, 1]
-    """
-    return [slots, *(2**power for power in range(slots.bit_length() - 1, -1, -1) if 2**power < slots)]
 
 
 @dataclass(slots=True)
@@ -366,7 +352,7 @@ class Decoder:
         random: Random,
         report: Callable[[int, int], None],
         slots: int | None = None,
-        held: Mapping[int, HeldRow] = NOTHING,
+        held: Mapping[int, HeldRow] | None = None,
         keep: bool = False,
         gone: Gone | None = None,
     ) -> Drawn:
@@ -382,7 +368,7 @@ class Decoder:
             keep: give the cache back with what was drawn; likewise.
             gone: takes rows that have ended while others are drawn; not all of them.
         """
-        self.prompts, self.held, self.keep = prompts, held, keep
+        self.prompts, self.held, self.keep = prompts, held or {}, keep
         self.owner = [piece.prompt for piece in pieces for _ in range(piece.count)]
         total = len(self.owner)
         self.width = max(piece.length for piece in pieces)
@@ -479,7 +465,7 @@ class Decoder:
             if share is None:
                 widest = self.width if self.static else max(len(self.prompts[prompt]) for prompt in wanted)
                 part = wanted[: max(1, PREFILL_TOKENS // widest)]
-                share = self._prefilled(part, [self.prompts[prompt] for prompt in part], self.held)
+                share = self._prefilled(part)
             there = set(share.numbers)
             wanted = [prompt for prompt in wanted if prompt not in there]
             of = [owner for owner in owners[done:] if owner in there]
@@ -487,19 +473,18 @@ class Decoder:
             done += len(of)
             self._held, share = None if self.static else share, None
 
-    def _prefilled(
-        self, numbers: list[int], sequences: Sequence[Sequence[int]], held: Mapping[int, HeldRow]
-    ) -> Prefilled:
-        """Compute some sequences, which end in one column where batching is static, and begin in column 0 otherwise.
+    def _prefilled(self, numbers: list[int]) -> Prefilled:
+        """Compute some prompts, which end in one column where batching is static, and begin in column 0 otherwise.
 
-        Of sequences whose beginning is held, the last tokens alone are computed, of all as many as of the one of which
+        Of prompts whose beginning is held, the last tokens alone are computed, of all as many as of the one of which
         the least is held.
         """
+        sequences = [self.prompts[number] for number in numbers]
         count, width = len(sequences), self.width if self.static else max(map(len, sequences))
         begins = [width - len(one) if self.static else 0 for one in sequences]
         rows = zip(begins, sequences, strict=True)
         tokens = torch.tensor([[*[0] * begin, *one, *[0] * (width - begin - len(one))] for begin, one in rows])
-        known = {row: held[number] for row, number in enumerate(numbers) if number in held}
+        known = {row: self.held[number] for row, number in enumerate(numbers) if number in self.held}
         new = width
         if known:
             new = max(len(one) - (known[row].shared(one) if row in known else 0) for row, one in enumerate(sequences))
@@ -648,7 +633,7 @@ class Decoder:
         elif len(live) * NARROW > self.size:
             return
         else:
-            size = min(size for size in sizes_of(self.slots) if size >= len(live))
+            size = min(self.slots, 2 ** (len(live) - 1).bit_length())  # of the few sizes that steps are recorded for
         self.size = size
         sources = [slot for slot in live if slot >= size]
         targets = [slot for slot in range(size) if self.seats[slot] is None][: len(sources)]
