@@ -126,9 +126,9 @@ def test_tokens_are_drawn_alike_by_both_kinds_of_sums():
     logits = torch.randn(64, 50, generator=torch.Generator().manual_seed(0))
     uniform = torch.rand(64, generator=torch.Generator().manual_seed(1))
     sampler = TokenSampler(SamplingParams(max_tokens=1, top_p=0.9))
-    tokens, logprobs = sampler(logits, uniform)
+    tokens, logprobs = sampler.draw(sampler.processed(logits), uniform)
     torch.use_deterministic_algorithms(True)
-    again, same = sampler(logits, uniform)
+    again, same = sampler.draw(sampler.processed(logits), uniform)
     assert again.equal(tokens)
     assert same.equal(logprobs)
     assert ratio_quantiles(torch.tensor([0.0, 2.0**24, 1.0]), [0.5]).item() == 1.0

@@ -209,10 +209,9 @@ class Denoiser:
         """
         length, width = self.sampling.max_tokens, max(piece.length for piece in pieces)
         counts = torch.tensor([piece.count for piece in pieces])
-        start = torch.full((len(pieces), width + length), self.mask_token)
-        for row, piece in enumerate(pieces):
-            start[row, width - piece.length : width] = torch.tensor(prompts[piece.prompt])
-        lengths = [piece.length for piece in pieces]
+        lengths, mask = [piece.length for piece in pieces], [self.mask_token]
+        given = [prompts[piece.prompt] for piece in pieces]
+        start = torch.tensor([[*mask * (width - len(one)), *one, *mask * length] for one in given])
         owner = torch.arange(len(pieces)).repeat_interleave(counts).to(self.device)
         once = Layout.of(lengths, [length] * len(pieces), width, length, self.device)
         seeds = [row_seed(piece.prompt, piece.first + i) for piece in pieces for i in range(piece.count)]

@@ -1,6 +1,7 @@
 """The engine of masked diffusion: the sampler as Hugging Face modules in this process, on the CPU or a GPU."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -14,9 +15,8 @@ from lit_qrl.network.memory import free_memory
 from lit_qrl.network.structure import body, cached_numbers
 from lit_qrl.precision.layers.one_pass import take_one_pass
 from lit_qrl.rollout.diffusion.decode import Denoised, Denoiser, Reuse
-from lit_qrl.rollout.embedded.decode import Piece, plan
+from lit_qrl.rollout.embedded.decode import Piece, numbers_of, plan
 from lit_qrl.rollout.embedded.sampler import EmbeddedSampler, computed
-from lit_qrl.rollout.embedded.sampling import check_sampling
 from lit_qrl.rollout.engine import EnginePolicy, Progress, SamplerSpec
 from lit_qrl.rollout.graphs import Trust
 from lit_qrl.seeding import derive_seed
@@ -133,55 +133,34 @@ class DiffusionEngine(EmbeddedSampler):
     ) -> list[Completion]:
         sampling = sampling or self.spec.sampling
         places = range(len(prompts)) if positions is None else positions
-        check_sampling(sampling)
         self._check_length(sampling.max_tokens, "The completion limit")
-        self._check_prompts(prompts, sampling)
-        self._check_current()
+        self._check(prompts, sampling)
         denoiser = Denoiser(
             self.network, sampling, self.block, self.steps, self.reuse, self.spec.head_dtype, self.graphs
         )
-        results: list[Completion | None] = [None] * (len(prompts) * n)
-        finished = tokens = 0
 
         def seed_of(what: str, prompt: int, index: int) -> int:
             return derive_seed(seed, what, places[prompt], index)
 
-        def report(ended: int, drawn: int) -> None:
-            if progress is not None:
-                progress(finished + ended, tokens + drawn)
+        def masks_of(pieces: list[Piece]) -> list[int]:
+            return [seed_of("mask", *divmod(number, n)) for number in numbers_of(pieces, n)]
 
-        def draw(pieces: list[Piece], _: int) -> tuple[Denoised, list[int]]:
-            drawn = denoiser.run(prompts, pieces, lambda prompt, index: seed_of("noise", prompt, index), report)
-            seeds = [seed_of("mask", p.prompt, p.first + i) for p in pieces for i in range(p.count)]
-            batch = _batch_of(prompts, pieces, drawn, seeds)
+        def draw(report: Progress, pieces: list[Piece], _: int) -> Denoised:
+            drawn = denoiser.run(prompts, pieces, partial(seed_of, "noise"), report)
+            batch = _batch_of(prompts, pieces, drawn, masks_of(pieces))
             drawn.logprobs = self._estimate(batch, sampling.temperature or 1.0)
-            return drawn, seeds
+            return drawn
 
-        for batch in plan([len(p) for p in prompts], n, sampling.max_tokens, self._room(), self.max_batch):
-            longest = max(piece.length for piece in batch) + sampling.max_tokens
-            for pieces, (drawn, seeds) in self._shortage.halving(batch, longest, draw):
-                rows = [p.prompt * n + p.first + i for p in pieces for i in range(p.count)]
-                for row, completion in zip(rows, self._completions(drawn, seeds), strict=True):
-                    results[row] = completion
-                tokens += int(drawn.length.sum())
-                finished += len(rows)
-        return results  # pyright: ignore[reportReturnType]
+        def read(pieces: list[Piece], drawn: Denoised) -> list[Completion]:
+            found = drawn.completions(self.version)
+            steps = drawn.unmasked_at.tolist()
+            for one, seed, unmasked_at in zip(found, masks_of(pieces), steps, strict=True):
+                one.mask_seed, one.drawn_over = seed, len(unmasked_at)
+                one.unmasked_at = unmasked_at[: len(one.token_ids)]
+            return found
 
-    def _completions(self, drawn: Denoised, seeds: list[int]) -> list[Completion]:
-        tokens, logprobs, steps = drawn.tokens.tolist(), drawn.logprobs.tolist(), drawn.unmasked_at.tolist()
-        stopped = drawn.stopped.tolist()
-        return [
-            Completion(
-                token_ids=tokens[row][:length],
-                logprobs=logprobs[row][:length],
-                finish_reason="stop" if stopped[row] else "length",
-                version=self.version,
-                mask_seed=seeds[row],
-                drawn_over=len(tokens[row]),
-                unmasked_at=steps[row][:length],
-            )
-            for row, length in enumerate(drawn.length.tolist())
-        ]
+        batches = plan([len(p) for p in prompts], n, sampling.max_tokens, self._room(), self.max_batch)
+        return self._in_batches(batches, n, sampling.max_tokens, draw, read, progress)
 
     def _room(self) -> int:
         """Return how many tokens a forward has memory for."""
@@ -255,15 +234,13 @@ def _batch_of(
     """Return completions as a batch whose log-probs can be estimated."""
     device, b = drawn.tokens.device, len(drawn.tokens)
     width, length = max(piece.length for piece in pieces), drawn.tokens.shape[1]
-    prompt = torch.zeros(b, width, dtype=torch.long)
-    owners = [piece for piece in pieces for _ in range(piece.count)]
-    for row, piece in enumerate(owners):
-        prompt[row, width - piece.length :] = torch.tensor(prompts[piece.prompt])
+    owners = [prompts[piece.prompt] for piece in pieces for _ in range(piece.count)]
+    prompt = torch.tensor([[*[0] * (width - len(one)), *one] for one in owners])
     mask = torch.arange(length, device=device) < drawn.length[:, None]
     nothing = torch.zeros(b, dtype=torch.float32, device=device)
     return RolloutBatch(
         tokens=torch.cat([prompt.to(device), drawn.tokens.masked_fill(~mask, 0)], dim=1),
-        prompt_length=torch.tensor([piece.length for piece in owners], device=device),
+        prompt_length=torch.tensor([len(one) for one in owners], device=device),
         mask=mask,
         sampler_logprobs=torch.zeros(b, length, dtype=torch.float32, device=device),
         rewards=nothing,

@@ -8,31 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaModel, apply_rotary_pos_emb
 
 from lit_qrl.formats.kernels import dispatch
 from lit_qrl.network.autocast import autocast_input
 from lit_qrl.network.structure import body
 from lit_qrl.rollout.embedded.attention import FOLDED
+from lit_qrl.rollout.embedded.cache import SlotCache, SlotLayer
 
 
-class CanvasLayer(CacheLayerMixin):
-    """Keys and values of one layer: "rows heads columns dim"; the cache holds the columns of the next forward.
-
-    All columns are allocated once and seen by every forward.
-    """
-
-    is_sliding = False
-    keys: Any
-    values: Any
-
-    def __init__(self, cache: "CanvasCache") -> None:
-        super().__init__()
-        self.cache = cache
+class CanvasLayer(SlotLayer):
+    """Keys and values of one layer, whose columns are seen by every forward; the cache holds those of the next one."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing is allocated: the first forward brings all columns."""
+        """Take over the keys and values of the whole canvas, which the first forward brings."""
+        # of their own, since they may be parts of one product together with the queries
+        self.keys, self.values, self.is_initialized = key_states.contiguous(), value_states.contiguous(), True
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -40,8 +31,7 @@ class CanvasLayer(CacheLayerMixin):
         """Renew the columns `cache.at` and return those of the whole canvas, always in the same memory."""
         key_states, value_states = autocast_input(key_states), autocast_input(value_states)
         if not self.is_initialized:
-            # of their own, since they may be parts of one product together with the queries
-            self.keys, self.values, self.is_initialized = key_states.contiguous(), value_states.contiguous(), True
+            self.lazy_initialization(key_states, value_states)
         elif self.cache.at is None:
             self.keys.copy_(key_states)
             self.values.copy_(value_states)
@@ -50,34 +40,22 @@ class CanvasLayer(CacheLayerMixin):
             self.values.index_copy_(2, self.cache.at, value_states)
         return self.keys, self.values
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return length and offset of the keys that a forward sees: all columns."""
-        return self.cache.columns, 0
 
-    def get_seq_length(self) -> int:
-        """Return 0: positions are given, and no column lies before those that are seen."""
-        return 0
-
-    def get_max_length(self) -> int:
-        """Return the number of columns."""
-        return self.cache.columns
-
-
-class CanvasCache(Cache):
+class CanvasCache(SlotCache):
     """Keys and values of all layers, in the form that Hugging Face models take.
 
     The first forward must be of the whole canvas; before a later one the caller sets `at`, the columns " n" that it
-    is given, or None for all of them.
+    is given, or None for all of them. Positions are given, so that no column counts as filled.
 
     Args:
         layers: number of layers.
         columns: of the canvas.
     """
 
+    kind = CanvasLayer
+
     def __init__(self, layers: int, columns: int) -> None:
-        self.columns = columns
-        self.at: Tensor | None = None
-        super().__init__(layers=[CanvasLayer(self) for _ in range(layers)])
+        super().__init__(layers, 0, columns)
 
 
 Angles = tuple[Tensor, Tensor]

@@ -144,11 +144,13 @@ class SlotCache(RoundedCache):
         rounding: of what is kept; None keeps it as it comes.
     """
 
+    kind = SlotLayer
+
     def __init__(self, layers: int, capacity: int, columns: int, rounding: Rounding | None = None) -> None:
         self.capacity, self.columns, self.rounding = capacity, columns, rounding
         self.rows, self.filled = capacity, 0
         self.at: Tensor | None = None
-        super().__init__(layers=[SlotLayer(self) for _ in range(layers)])
+        super().__init__(layers=[self.kind(self) for _ in range(layers)])
 
     @property
     def slots(self) -> list[SlotLayer]:
@@ -283,9 +285,7 @@ class CacheScales:
     def _scales(self, network: Any, sequences: Sequence[Sequence[int]]) -> Tensor:
         """Return the scales "layers 2" that hold the largest key and value of each layer, with the margin."""
         lengths = torch.tensor([len(one) for one in sequences])
-        tokens = torch.zeros(len(sequences), int(lengths.max()), dtype=torch.long)
-        for row, one in enumerate(sequences):
-            tokens[row, : len(one)] = torch.tensor(one)
+        tokens = torch.tensor([[*one, *[0] * (int(lengths.max()) - len(one))] for one in sequences])
         device = network.get_input_embeddings().weight.device
         cache = ScoringCache(None)
         body(network)(input_ids=tokens.to(device), **cached(network, cache))

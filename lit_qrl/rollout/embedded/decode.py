@@ -8,10 +8,10 @@ take its place.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
-from types import MappingProxyType
+from itertools import islice
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from lit_qrl.network.structure import body, cached
 from lit_qrl.rollout.embedded.cache import HeldRow, Rounding, SlotCache
 from lit_qrl.rollout.embedded.sampling import TokenSampler
 from lit_qrl.rollout.graphs import Trust, recorded
-from lit_qrl.types import SamplingParams
+from lit_qrl.types import Completion, SamplingParams
 
 PREFILL_TOKENS = 16384
 """Padded prompt tokens of one prefill forward: enough to fill a GPU, with activations of a few hundred MB."""
@@ -33,10 +33,6 @@ REFILL = 8
 """One slot in so many is free before the next prompts are prefilled, since a prefill holds up all rows."""
 NARROW = 4
 """Rows get fewer where one slot in so many is left: a smaller step saves little, and recording it takes that of ten."""
-
-
-NOTHING: Mapping[int, HeldRow] = MappingProxyType({})
-"""Of no sequence is anything held."""
 
 Random = Callable[[int, int], Tensor]
 """Gives the uniform numbers "n steps" of a prompt's completions, by the prompt's position and the steps."""
@@ -71,10 +67,40 @@ class Piece:
     length: int
 
 
+def split(pieces: Iterable[Piece], room: Callable[[int], int], padded: bool = True) -> Iterator[list[Piece]]:
+    """Yield pieces as batches, in their order.
+
+    Args:
+        pieces: of which those that do not fit into a batch are cut.
+        room: the rows of a batch, by the length of its first prompt.
+        padded: whether prompts of different lengths may be in one batch.
+
+    >>> parts = split([Piece(0, 0, 3, 9), Piece(1, 0, 1, 9)], lambda length: 2)
+    >>> [[(p.prompt, p.first, p.count) for p in part] for part in parts]
+    [[(0, 0, 2)], [(0, 2, 1), (1, 0, 1)]]
+    """
+    batch: list[Piece] = []
+    left = 0
+    for piece in pieces:
+        first, end = piece.first, piece.first + piece.count
+        if batch and not padded and batch[0].length != piece.length:
+            left = 0
+        while first < end:
+            if not left:
+                if batch:
+                    yield batch
+                batch, left = [], room(piece.length)
+            count = min(end - first, left)
+            batch.append(Piece(piece.prompt, first, count, piece.length))
+            first, left = first + count, left - count
+    if batch:
+        yield batch
+
+
 def plan(
     lengths: Sequence[int], n: int, steps: int, tokens: int, max_rows: int | None, padded: bool = True
 ) -> Iterator[list[Piece]]:
-    """Yield the pieces of each decode batch, longest prompts first.
+    """Return the pieces of each decode batch, longest prompts first.
 
     Args:
         lengths: tokens of each prompt.
@@ -87,53 +113,23 @@ def plan(
     >>> [[(p.prompt, p.count) for p in pieces] for pieces in plan([2, 9], 2, 1, 40, None)]
     [[(1, 2), (0, 2)]]
     """
-    batch: list[Piece] = []
-    room = 0
-    for prompt in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-        first = 0
-        if batch and not padded and batch[0].length != lengths[prompt]:
-            room = 0
-        while first < n:
-            if room == 0:
-                if batch:
-                    yield batch
-                batch = []
-                room = max(1, tokens // (lengths[prompt] + steps))
-                room = room if max_rows is None else min(room, max_rows)
-            count = min(n - first, room)
-            batch.append(Piece(prompt, first, count, lengths[prompt]))
-            first, room = first + count, room - count
-    if batch:
-        yield batch
+    pieces = [Piece(prompt, 0, n, length) for prompt, length in enumerate(lengths)]
+    longest_first = sorted(pieces, key=lambda piece: -piece.length)
+
+    def room(length: int) -> int:
+        fits = max(1, tokens // (length + steps))
+        return fits if max_rows is None else min(fits, max_rows)
+
+    return split(longest_first, room, padded)
 
 
-def split(pieces: Sequence[Piece], rows: int) -> list[list[Piece]]:
-    """Return the pieces of a batch as batches of at most so many rows, in their order.
+def numbers_of(pieces: Iterable[Piece], n: int) -> list[int]:
+    """Return the number of each row of a batch among the `n` completions of all prompts, prompt-major.
 
-    >>> [[(p.prompt, p.first, p.count) for p in part] for part in split([Piece(0, 0, 3, 9), Piece(1, 0, 1, 9)], 2)]
-    [[(0, 0, 2)], [(0, 2, 1), (1, 0, 1)]]
+    >>> numbers_of([Piece(4, 1, 2, 9), Piece(3, 0, 1, 9)], 5)
+    [21, 22, 15]
     """
-    batches: list[list[Piece]] = []
-    room = 0
-    for piece in pieces:
-        taken = 0
-        while taken < piece.count:
-            if not room:
-                batches.append([])
-                room = rows
-            count = min(piece.count - taken, room)
-            batches[-1].append(Piece(piece.prompt, piece.first + taken, count, piece.length))
-            taken, room = taken + count, room - count
-    return batches
-
-
-def sizes_of(slots: int) -> list[int]:
-    """Return the numbers of rows that steps of fixed shapes are made for: all slots, and the powers of two below.
-
-    >>> sizes_of(12)
-    [12, 8, 4, 2, 1]
-    """
-    return [slots, *(2**power for power in range(slots.bit_length() - 1, -1, -1) if 2**power < slots)]
+    return [piece.prompt * n + i for piece in pieces for i in range(piece.first, piece.first + piece.count)]
 
 
 @dataclass(slots=True)
@@ -145,24 +141,39 @@ class Drawn:
         logprobs: "b steps", fp32.
         length: " b", tokens of each row with the stop token.
         stopped: " b", True where a stop token ended the row.
-        routes: "b width+steps layers k", the experts of each token behind the left padding of its prompt; None where
-            they are not recorded.
+        routes: of each row "tokens layers k", the experts of prompt and completion, on the host; None where they are
+            not recorded.
         cache: keys and values of all tokens but the last of each row, where they are kept.
         places: the cache's row of each.
         width: columns of the cache that the prompts take; a prompt ends in the last of them.
-        kept: " n", the ids among which the tokens were drawn, row by row and step by step, and "b steps", how many of
-            them belong to each token; None where they are not recorded.
+        kept: of each row and step, the ids " k" among which the token was drawn, on the host; None where they are not
+            recorded.
     """
 
     tokens: Tensor
     logprobs: Tensor
     length: Tensor
     stopped: Tensor
-    routes: Tensor | None = None
+    routes: list[Tensor] | None = None
     cache: SlotCache | None = None
     places: Sequence[int] = ()
     width: int = 0
-    kept: tuple[Tensor, Tensor] | None = None
+    kept: list[list[Tensor]] | None = None
+
+    def completions(self, version: int) -> list[Completion]:
+        """Return the rows as completions, drawn by weights of that version."""
+        columns = (column.tolist() for column in (self.tokens, self.logprobs, self.length, self.stopped))
+        return [
+            Completion(
+                token_ids=tokens[:length],
+                logprobs=logprobs[:length],
+                finish_reason="stop" if stopped else "length",
+                version=version,
+                routed_experts=None if self.routes is None else self.routes[row],
+                kept=None if self.kept is None else self.kept[row][:length],
+            )
+            for row, (tokens, logprobs, length, stopped) in enumerate(zip(*columns, strict=True))
+        ]
 
 
 Gone = Callable[[Sequence[int], Drawn], None]
@@ -341,7 +352,7 @@ class Decoder:
         random: Random,
         report: Callable[[int, int], None],
         slots: int | None = None,
-        held: Mapping[int, HeldRow] = NOTHING,
+        held: Mapping[int, HeldRow] | None = None,
         keep: bool = False,
         gone: Gone | None = None,
     ) -> Drawn:
@@ -357,7 +368,7 @@ class Decoder:
             keep: give the cache back with what was drawn; likewise.
             gone: takes rows that have ended while others are drawn; not all of them.
         """
-        self.prompts, self.held, self.keep = prompts, held, keep
+        self.prompts, self.held, self.keep = prompts, held or {}, keep
         self.owner = [piece.prompt for piece in pieces for _ in range(piece.count)]
         total = len(self.owner)
         self.width = max(piece.length for piece in pieces)
@@ -401,8 +412,12 @@ class Decoder:
                 self._advance()
                 self.now += 1
         report(total, int(drawn.length.sum()))
+        if self.routes is not None:
+            begins = [self.width - len(prompts[prompt]) for prompt in self.owner]
+            rows = zip(self.routes.cpu(), begins, drawn.length.tolist(), strict=True)
+            drawn.routes = [one[begin : self.width + length] for one, begin, length in rows]
         if self._ids:
-            drawn.kept = _by_token(self._ids, drawn.tokens.shape)
+            drawn.kept = _by_token(self._ids, *drawn.tokens.shape)
         if keep:
             places = sorted(range(total), key=self.occupants.__getitem__)
             drawn.cache, drawn.places, drawn.width = self.cache, places, self.width
@@ -426,9 +441,9 @@ class Decoder:
         self.logprobs = torch.zeros(rows + 1, self.steps, dtype=torch.float32, device=self.device)
         self.length = torch.full((rows + 1,), self.steps, device=self.device)
         self.stopped = torch.zeros(rows + 1, dtype=torch.bool, device=self.device)
+        self.routes: Tensor | None = None
         self._ids: list[tuple[Tensor, Tensor]] = []
-        self.drawn = Drawn(self.tokens[:-1], self.logprobs[:-1], self.length[:-1], self.stopped[:-1])
-        return self.drawn
+        return Drawn(self.tokens[:-1], self.logprobs[:-1], self.length[:-1], self.stopped[:-1])
 
     def forget(self) -> None:
         """Give back the memory of what was being drawn when memory ran out."""
@@ -450,7 +465,7 @@ class Decoder:
             if share is None:
                 widest = self.width if self.static else max(len(self.prompts[prompt]) for prompt in wanted)
                 part = wanted[: max(1, PREFILL_TOKENS // widest)]
-                share = self._prefilled(part, [self.prompts[prompt] for prompt in part], self.held)
+                share = self._prefilled(part)
             there = set(share.numbers)
             wanted = [prompt for prompt in wanted if prompt not in there]
             of = [owner for owner in owners[done:] if owner in there]
@@ -458,20 +473,18 @@ class Decoder:
             done += len(of)
             self._held, share = None if self.static else share, None
 
-    def _prefilled(
-        self, numbers: list[int], sequences: Sequence[Sequence[int]], held: Mapping[int, HeldRow]
-    ) -> Prefilled:
-        """Compute some sequences, which end in one column where batching is static, and begin in column 0 otherwise.
+    def _prefilled(self, numbers: list[int]) -> Prefilled:
+        """Compute some prompts, which end in one column where batching is static, and begin in column 0 otherwise.
 
-        Of sequences whose beginning is held, the last tokens alone are computed, of all as many as of the one of which
+        Of prompts whose beginning is held, the last tokens alone are computed, of all as many as of the one of which
         the least is held.
         """
-        count, width = len(sequences), self.cache.filled if self.static else max(map(len, sequences))
+        sequences = [self.prompts[number] for number in numbers]
+        count, width = len(sequences), self.width if self.static else max(map(len, sequences))
         begins = [width - len(one) if self.static else 0 for one in sequences]
-        tokens = torch.zeros(count, width, dtype=torch.long)
-        for row, (begin, one) in enumerate(zip(begins, sequences, strict=True)):
-            tokens[row, begin : begin + len(one)] = torch.tensor(one)
-        known = {row: held[number] for row, number in enumerate(numbers) if number in held}
+        rows = zip(begins, sequences, strict=True)
+        tokens = torch.tensor([[*[0] * begin, *one, *[0] * (width - begin - len(one))] for begin, one in rows])
+        known = {row: self.held[number] for row, number in enumerate(numbers) if number in self.held}
         new = width
         if known:
             new = max(len(one) - (known[row].shared(one) if row in known else 0) for row, one in enumerate(sequences))
@@ -509,10 +522,10 @@ class Decoder:
         start.ended.fill_(False)
         if share.routes is not None:
             taken = share.routes
-            if self.drawn.routes is None:
-                shape = len(self.drawn.tokens), self.width + self.steps, *taken.shape[2:]
-                self.drawn.routes = taken.new_full(shape, unrouted(taken.dtype))
-            self.drawn.routes[start.row, : self.width] = taken.index_select(0, of)
+            if self.routes is None:
+                shape = len(self.owner), self.width + self.steps, *taken.shape[2:]
+                self.routes = taken.new_full(shape, unrouted(taken.dtype))
+            self.routes[start.row, : self.width] = taken.index_select(0, of)
         self._draw(start, share.logits.index_select(0, of))
         self.state.put(at, start)
         for slot, row in zip(slots, rows, strict=True):
@@ -562,8 +575,8 @@ class Decoder:
             self.cache, input_ids=rows.token[:, None], attention_mask=seen, position_ids=position, **inputs
         )
         self.cache.filled += 1  # where all rows have one last column
-        if routes is not None and self.drawn.routes is not None:
-            self.drawn.routes[rows.row, rows.column] = routes[:, -1]
+        if routes is not None and self.routes is not None:
+            self.routes[rows.row, rows.column] = routes[:, -1]
         rows.column.add_(~rows.ended)
         self._draw(rows, self.head.logits(states[:, -1]))
 
@@ -620,7 +633,7 @@ class Decoder:
         elif len(live) * NARROW > self.size:
             return
         else:
-            size = min(size for size in sizes_of(self.slots) if size >= len(live))
+            size = min(self.slots, 2 ** (len(live) - 1).bit_length())  # of the few sizes that steps are recorded for
         self.size = size
         sources = [slot for slot in live if slot >= size]
         targets = [slot for slot in range(size) if self.seats[slot] is None][: len(sources)]
@@ -633,12 +646,15 @@ class Decoder:
                 rows[target], rows[source] = rows[source], rows[target]
 
 
-def _by_token(kept: Sequence[tuple[Tensor, Tensor]], shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return the ids that were kept, token by token, and how many there are of each.
+def _by_token(kept: Sequence[tuple[Tensor, Tensor]], rows: int, steps: int) -> list[list[Tensor]]:
+    """Return the ids that were kept of each row and step, on the host.
 
     Args:
-        kept: of each step, " n" the numbers of the tokens that ids belong to, and the ids.
-        shape: rows and steps; a token's number is row × steps + step.
+        kept: of each step, " n" the numbers of the tokens that ids belong to, row × steps + step, and the ids.
+        rows: of the batch.
+        steps: of each.
     """
     owners, ids = (torch.cat(parts) for parts in zip(*kept, strict=True))
-    return ids[owners.argsort(stable=True)], owners.bincount(minlength=shape[0] * shape[1]).view(*shape)
+    counts = owners.bincount(minlength=rows * steps).tolist()
+    of = iter(ids[owners.argsort(stable=True)].cpu().split(counts))
+    return [list(islice(of, steps)) for _ in range(rows)]

@@ -17,11 +17,11 @@ from lit_qrl.network.structure import ATTENTION_KINDS, PLAIN_ATTENTION, body, ca
 from lit_qrl.precision.layers.one_pass import take_one_pass
 from lit_qrl.receipts.ledger import PublishReport, ReceivedLedger
 from lit_qrl.rollout.embedded.attention import FOLDED, take_step_norms
-from lit_qrl.rollout.embedded.cache import CacheDtype, CacheScales, HeldRow, Rounding, ScoringCache, SlotCache
-from lit_qrl.rollout.embedded.decode import Decoder, Drawn, Piece, Random, plan, windowed
+from lit_qrl.rollout.embedded.cache import CacheDtype, CacheScales, HeldRow, ScoringCache, SlotCache
+from lit_qrl.rollout.embedded.decode import Decoder, Drawn, Piece, Random, numbers_of, plan, windowed
 from lit_qrl.rollout.embedded.loading import Modules
-from lit_qrl.rollout.embedded.sampler import UNLIMITED, EmbeddedSampler, computed, freed
-from lit_qrl.rollout.embedded.sampling import check_sampling, uniforms
+from lit_qrl.rollout.embedded.sampler import UNLIMITED, EmbeddedSampler, Shortage, computed
+from lit_qrl.rollout.embedded.sampling import uniforms
 from lit_qrl.rollout.engine import Dialogue, EnginePolicy, Finished, Progress, SamplerSpec, Turn
 from lit_qrl.rollout.graphs import Trust
 from lit_qrl.types import Completion, SamplingParams
@@ -156,27 +156,21 @@ class TransformersEngine(EmbeddedSampler):
         positions: Sequence[int] | None = None,
         finished: Finished | None = None,
     ) -> list[Completion]:
-        rollout, sampling = sampling is None, sampling or self.spec.sampling
-        kept = self.spec.kept and rollout
-        positions = range(len(prompts)) if positions is None else positions
-        check_sampling(sampling)
-        self._check_prompts(prompts, sampling)
-        self._check_current()
+        positions, room = range(len(prompts)) if positions is None else positions, self._cache_tokens()
+        recorded = self.spec.routes or (self.spec.kept and sampling is None)
+        trust = self.trust if self.continuous and not recorded else None
+        decoder = self._decoder(prompts, sampling or self.spec.sampling, sampling is None, trust)
 
         def random(prompt: int, steps: int) -> Tensor:
             return uniforms(seed, positions[prompt], n, steps)
 
-        room, n_steps = self._cache_tokens(), sampling.max_tokens
-        rounding = self.cache_scales.of(self.network, prompts) if rollout else None
-        trust = self.trust if self.continuous and not (kept or self.spec.routes) else None
-        head_dtype, routes = self.spec.head_dtype, self.spec.routes
-        decoder = Decoder(self.network, sampling, head_dtype, routes, kept, rounding, trust)
+        steps, most = decoder.steps, None
         if trust is None:
-            batches, most = self._plan(prompts, n, n_steps, room), None
+            batches = self._plan(prompts, n, steps, room)
         else:
             batches = plan([len(prompt) for prompt in prompts], n, 0, UNLIMITED, None)
-            most = max(1, min(room // (max(map(len, prompts)) + n_steps), self.max_batch or SLOTS))
-        return self._draw(decoder, prompts, n, batches, random, progress, most, finished=finished)
+            most = max(1, min(room // (max(map(len, prompts)) + steps), self.max_batch or SLOTS))
+        return self._draw(decoder, prompts, n, batches, random, TurnCache(0, False), progress, finished, most)
 
     @computed
     def converse(self, dialogue: Dialogue, sampling: SamplingParams | None = None) -> None:
@@ -186,8 +180,6 @@ class TransformersEngine(EmbeddedSampler):
         computed; not in a batch-invariant run, whose rounding must not depend on the turns, nor where experts are
         recorded, of every token.
         """
-        rollout, sampling = sampling is None, sampling or self.spec.sampling
-        kept = self.spec.kept and rollout
         held = TurnCache(self._cache_tokens(), keeps=not (self.batch_invariant or self.spec.routes))
         while dialogue.open:
             turns = dialogue.waiting("all")
@@ -195,24 +187,27 @@ class TransformersEngine(EmbeddedSampler):
                 continue
             # Sequences of a group share the prefill of their first turn.
             turns, n = grouped(turns)
-            params = replace(sampling, max_tokens=max(turn.max_tokens for turn in turns))
-            check_sampling(params)
             prompts = [turn.tokens for turn in turns[::n]]
-            self._check_prompts(prompts, params)
-            self._check_current()
+            params = replace(sampling or self.spec.sampling, max_tokens=max(turn.max_tokens for turn in turns))
+            decoder = self._decoder(prompts, params, sampling is None)
 
             def random(prompt: int, steps: int, turns: list[Turn] = turns, n: int = n) -> Tensor:
                 asked = turns[prompt * n : (prompt + 1) * n]
                 return torch.cat([uniforms(turn.seed, 0, 1, steps) for turn in asked])
 
-            batches = list(self._plan(prompts, n, params.max_tokens, held.room))
-            held.make_room(dialogue, batches, params.max_tokens)
-            batches = [held.in_order(pieces, turns, n) for pieces in batches]
-            rounding = self.cache_scales.of(self.network, prompts) if rollout else None
-            decoder = Decoder(self.network, params, self.spec.head_dtype, self.spec.routes, kept, rounding=rounding)
-            drawn = self._draw(decoder, prompts, n, batches, random, None, kept=(held, turns))
+            batches = self._plan(prompts, n, decoder.steps, held.room)
+            batches = held.begin(dialogue, turns, n, list(batches), decoder.steps)
+            drawn = self._draw(decoder, prompts, n, batches, random, held)
             for turn, completion in zip(turns, drawn, strict=True):
                 dialogue.answered(turn, completion.cut(turn.max_tokens))
+
+    def _decoder(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, rollout: bool, trust: Trust | None = None
+    ) -> Decoder:
+        self._check(prompts, sampling)
+        rounding = self.cache_scales.of(self.network, prompts) if rollout else None
+        kept = self.spec.kept and rollout
+        return Decoder(self.network, sampling, self.spec.head_dtype, self.spec.routes, kept, rounding, trust)
 
     def _plan(self, prompts: Sequence[Sequence[int]], n: int, steps: int, room: int) -> Iterator[list[Piece]]:
         return plan([len(prompt) for prompt in prompts], n, steps, room, self.max_batch, not self.batch_invariant)
@@ -224,66 +219,33 @@ class TransformersEngine(EmbeddedSampler):
         n: int,
         batches: Iterable[list[Piece]],
         random: Random,
-        progress: Progress | None,
-        most: int | None = None,
-        kept: tuple["TurnCache", list[Turn]] | None = None,
+        held: "TurnCache",
+        progress: Progress | None = None,
         finished: Finished | None = None,
+        most: int | None = None,
     ) -> list[Completion]:
-        results: list[Completion | None] = [None] * (len(prompts) * n)
-        done = tokens = 0
-        held, turns = kept or (None, [])
-
-        def report(ended: int, drawn: int) -> None:
-            if progress is not None:
-                progress(done + ended, tokens + drawn)
-
-        def draw(part: list[Piece], rows: int) -> Drawn:
-            numbers, version = _numbers(part, n), self.version
+        def draw(report: Progress, part: list[Piece], rows: int) -> Drawn:
+            numbers, version = numbers_of(part, n), self.version
 
             def gone(ended: Sequence[int], drawn: Drawn) -> None:
                 if finished is not None:
-                    finished(dict(zip([numbers[row] for row in ended], _plain(drawn, version), strict=True)))
+                    finished(dict(zip([numbers[row] for row in ended], drawn.completions(version), strict=True)))
 
-            rows_held, keep = ({}, False) if held is None else (held.of(turns, n), held.whole)
+            away = None if finished is None else gone
             try:
                 with batch_invariant(self.batch_invariant):
-                    return decoder.run(prompts, part, random, report, rows, rows_held, keep, gone if finished else None)
+                    return decoder.run(prompts, part, random, report, rows, held.beginnings, held.whole, away)
             except (RuntimeError, MemoryError):
                 self.trust.former = None
                 decoder.forget()
-                if held is not None:
-                    held.drop()
+                held.drop()
                 raise
 
-        for batch in batches:
-            longest = max(piece.length for piece in batch) + decoder.steps
-            for pieces, drawn in self._shortage.halving(batch, longest, draw, most):
-                tokens += self._collect(drawn, pieces, n, results)
-                done += len(drawn.tokens)
-                if finished is not None:
-                    finished({number: one for number in _numbers(pieces, n) if (one := results[number]) is not None})
-                if held is not None:
-                    held.keep(turns, n, pieces, drawn)
-        return results  # pyright: ignore[reportReturnType]
+        def read(pieces: list[Piece], drawn: Drawn) -> list[Completion]:
+            held.keep(pieces, drawn)
+            return drawn.completions(self.version)
 
-    def _collect(self, drawn: Drawn, pieces: list[Piece], n: int, results: list[Completion | None]) -> int:
-        length = drawn.length.tolist()
-        routes = None if drawn.routes is None else drawn.routes.cpu()
-        kept: list[list[Tensor]] | None = None
-        if drawn.kept is not None:
-            counts = drawn.kept[1].tolist()
-            ids = iter(drawn.kept[0].cpu().split([count for row in counts for count in row]))
-            kept = [[next(ids) for _ in row] for row in counts]
-        width = max(piece.length for piece in pieces)
-        owners = [piece for piece in pieces for _ in range(piece.count)]
-        numbers = _numbers(pieces, n)
-        for row, (number, piece, plain) in enumerate(zip(numbers, owners, _plain(drawn, self.version), strict=True)):
-            results[number] = replace(
-                plain,
-                routed_experts=None if routes is None else routes[row, width - piece.length : width + length[row]],
-                kept=None if kept is None else kept[row][: length[row]],
-            )
-        return sum(length)
+        return self._in_batches(batches, n, decoder.steps, draw, read, progress, finished, most)
 
     def _cache_tokens(self) -> int:
         """Return how many tokens of one sequence fit into the cache's memory."""
@@ -301,32 +263,29 @@ class TransformersEngine(EmbeddedSampler):
         self.trust = Trust()  # the last graph keeps memory
 
     @computed
+    @torch.no_grad()
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         """Return the sampler's log-probs (fp32, T = 1, "length − 1") of each sequence's tokens after the first."""
         self._check_current()
         network, rounding = self.network, self.cache_scales.of(self.network, sequences, keep=False)
         head = SamplerHead.of(network, self.spec.head_dtype)
-        return scores_of(network, head, sequences, self.batch_invariant, rounding)
+        device = network.get_input_embeddings().weight.device
+        scores: dict[int, Tensor] = {}
+        shortage = Shortage()
 
+        def scored(pieces: list[Piece], rows: int) -> Tensor:
+            share, width = [sequences[piece.prompt] for piece in pieces], pieces[0].length
+            tokens = torch.tensor([[*one, *[0] * (width - len(one))] for one in share]).to(device)
+            cache = None if rounding is None else ScoringCache(rounding)
+            with batch_invariant(self.batch_invariant):
+                states = body(network)(input_ids=tokens, **cached(network, cache))
+                return head.logprobs(states.last_hidden_state[:, :-1], tokens[:, 1:])
 
-def _numbers(pieces: Sequence[Piece], n: int) -> list[int]:
-    """Return the numbers of a batch's rows among the completions of all prompts."""
-    return [piece.prompt * n + i for piece in pieces for i in range(piece.first, piece.first + piece.count)]
-
-
-def _plain(drawn: Drawn, version: int) -> list[Completion]:
-    """Return what was drawn as completions, without what is recorded beside tokens and log-probs."""
-    length, stopped = drawn.length.tolist(), drawn.stopped.tolist()
-    tokens, logprobs = drawn.tokens.tolist(), drawn.logprobs.tolist()
-    return [
-        Completion(
-            token_ids=tokens[row][:count],
-            logprobs=logprobs[row][:count],
-            finish_reason="stop" if stopped[row] else "length",
-            version=version,
-        )
-        for row, count in enumerate(length)
-    ]
+        for batch in plan([len(one) for one in sequences], 1, 0, SCORE_TOKENS, None):
+            for pieces, logprobs in shortage.halving(batch, batch[0].length, scored, done="scored"):
+                for row, piece in enumerate(pieces):
+                    scores[piece.prompt] = logprobs[row, : piece.length - 1].clone()
+        return [scores[index] for index in range(len(sequences))]
 
 
 def unfit(network: Any) -> str | None:
@@ -359,7 +318,8 @@ class TurnCache:
     def __init__(self, room: int, keeps: bool = True) -> None:
         self.room, self.keeps = room, keeps
         self.rows: dict[int, HeldRow] = {}
-        self.whole = True
+        self.turns: Sequence[Turn] = ()
+        self.n, self.whole = 1, False
 
     @property
     def tokens(self) -> int:
@@ -367,54 +327,55 @@ class TurnCache:
         caches: dict[int, SlotCache] = {id(row.cache): row.cache for row in self.rows.values()}
         return sum(cache.capacity * cache.columns for cache in caches.values())
 
+    @property
+    def beginnings(self) -> dict[int, HeldRow]:
+        """What is held of the call's prompts, by their position."""
+        found = ((i // self.n, self.rows.get(turn.index)) for i, turn in enumerate(self.turns))
+        return {prompt: row for prompt, row in found if row is not None}
+
     def drop(self) -> None:
         """Forget all of it, and keep nothing of the batch that is being drawn."""
         self.rows, self.whole = {}, False
 
-    def make_room(self, dialogue: Dialogue, batches: Sequence[Sequence[Piece]], steps: int) -> None:
+    def begin(
+        self, dialogue: Dialogue, turns: Sequence[Turn], n: int, batches: list[list[Piece]], steps: int
+    ) -> list[list[Piece]]:
         """Forget what has ended, and everything where the next batches do not fit beside it.
+
+        Several batches do not fit together, so that nothing of them is kept.
 
         Args:
             dialogue: knows what has ended.
-            batches: that are drawn next; several do not fit together, so that nothing of them is kept.
-            steps: limit of their completions.
+            turns: of the next call, `n` for each prompt.
+            n: completions of each prompt.
+            batches: of the call.
+            steps: limit of its completions.
+
+        Returns:
+            The batches, in each of which those pieces stand together of which as many tokens are new.
         """
+        self.turns, self.n, self.whole = turns, n, self.keeps and len(batches) == 1
         self.rows = {index: row for index, row in self.rows.items() if not dialogue.has_ended(index)}
-        self.whole = self.keeps and len(batches) == 1
         wanted = max(sum(one.count for one in pieces) * (pieces[0].length + steps) for pieces in batches)
         if self.tokens + wanted > self.room:
             self.rows = {}
+        held = {prompt: row.shared(turns[prompt * n].tokens) for prompt, row in self.beginnings.items()}
+        return [sorted(pieces, key=lambda piece: held.get(piece.prompt, 0) - piece.length) for pieces in batches]
 
-    def in_order(self, pieces: Sequence[Piece], turns: Sequence[Turn], n: int) -> list[Piece]:
-        """Return the pieces of a batch so ordered that those stand together of which as many tokens are new."""
-        rows = self.of(turns, n)
-        held = {prompt: row.shared(turns[prompt * n].tokens) for prompt, row in rows.items()}
-        return sorted(pieces, key=lambda piece: held.get(piece.prompt, 0) - piece.length)
-
-    def of(self, turns: Sequence[Turn], n: int) -> dict[int, HeldRow]:
-        """Return what is held of prompts, each of `n` turns, by their position."""
-        found = ((i // n, self.rows.get(turn.index)) for i, turn in enumerate(turns))
-        return {prompt: row for prompt, row in found if row is not None}
-
-    def keep(self, turns: Sequence[Turn], n: int, pieces: Sequence[Piece], drawn: Drawn) -> None:
+    def keep(self, pieces: Sequence[Piece], drawn: Drawn) -> None:
         """Keep what a batch has left in its cache.
 
         Args:
-            turns: of the call, `n` for each prompt.
-            n: completions of each prompt.
             pieces: of the batch.
             drawn: their tokens, and the cache.
         """
         if drawn.cache is None:
             return
-        places, lengths, tokens = drawn.places, drawn.length.tolist(), drawn.tokens.tolist()
-        row = 0
-        for piece in pieces:
-            for number in range(piece.first, piece.first + piece.count):
-                turn = turns[piece.prompt * n + number]
-                ids = [*turn.tokens, *tokens[row][: lengths[row] - 1]]
-                self.rows[turn.index] = HeldRow(drawn.cache, places[row], drawn.width - piece.length, ids)
-                row += 1
+        rows = zip(numbers_of(pieces, self.n), drawn.places, drawn.tokens.tolist(), drawn.length.tolist(), strict=True)
+        for number, place, tokens, length in rows:
+            turn = self.turns[number]
+            start = drawn.width - len(turn.tokens)
+            self.rows[turn.index] = HeldRow(drawn.cache, place, start, [*turn.tokens, *tokens[: length - 1]])
 
 
 def grouped(turns: Sequence[Turn]) -> tuple[list[Turn], int]:
@@ -431,44 +392,3 @@ def grouped(turns: Sequence[Turn]) -> tuple[list[Turn], int]:
         same.setdefault(tuple(turn.tokens), []).append(turn)
     n = min(map(len, same.values())) if len({len(equal) for equal in same.values()}) == 1 else 1
     return [turn for equal in same.values() for turn in equal], n
-
-
-@torch.no_grad()
-def scores_of(
-    network: Any, head: SamplerHead, sequences: Sequence[Sequence[int]], invariant: bool, rounding: Rounding | None
-) -> list[Tensor]:
-    """Return the log-probs (fp32, T = 1, "length − 1") of each sequence's tokens after the first.
-
-    Where memory runs out, fewer sequences are computed at once.
-
-    Args:
-        network: the sampler's Hugging Face model.
-        head: of it.
-        sequences: token ids.
-        invariant: every token is computed alike in every batch.
-        rounding: of keys and values; None takes them as they are.
-    """
-    device = network.get_input_embeddings().weight.device
-    scores: list[Tensor] = [torch.empty(0)] * len(sequences)
-    order = sorted(range(len(sequences)), key=lambda index: -len(sequences[index]))
-    room = SCORE_TOKENS
-    while order:
-        width = len(sequences[order[0]])
-        share, rest = order[: max(1, room // width)], order[max(1, room // width) :]
-        tokens = torch.zeros(len(share), width, dtype=torch.long)
-        for row, index in enumerate(share):
-            tokens[row, : len(sequences[index])] = torch.tensor(sequences[index])
-        try:
-            tokens = tokens.to(device)
-            cache = None if rounding is None else ScoringCache(rounding)
-            with batch_invariant(invariant):
-                states = body(network)(input_ids=tokens, **cached(network, cache))
-                logprobs = head.logprobs(states.last_hidden_state[:, :-1], tokens[:, 1:])
-        except (RuntimeError, MemoryError) as error:
-            freed(error, len(share), "scored")
-            room = len(share) // 2 * width
-            continue
-        order = rest
-        for row, index in enumerate(share):
-            scores[index] = logprobs[row, : len(sequences[index]) - 1].clone()
-    return scores

@@ -4,7 +4,7 @@ import logging
 import time
 import traceback
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, wraps
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
@@ -19,11 +19,11 @@ from lit_qrl.network.autocast import computing_in
 from lit_qrl.network.shards import is_sharded
 from lit_qrl.network.structure import check_positions, check_tokens, computed_buffers
 from lit_qrl.receipts.ledger import Constants, PublishReport, ReceivedLedger, RefusedError
-from lit_qrl.rollout.embedded.decode import Piece, split
+from lit_qrl.rollout.embedded.decode import Piece, numbers_of, split
 from lit_qrl.rollout.embedded.loading import EmbeddedAdapter, Loader, Modules, skeleton
 from lit_qrl.rollout.embedded.sampling import check_sampling
-from lit_qrl.rollout.engine import EngineDiedError, EnginePolicy, RolloutEngine, SamplerSpec
-from lit_qrl.types import SamplingParams
+from lit_qrl.rollout.engine import EngineDiedError, EnginePolicy, Finished, Progress, RolloutEngine, SamplerSpec
+from lit_qrl.types import Completion, SamplingParams
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -61,6 +61,7 @@ class Shortage:
         longest: int,
         draw: Callable[[list[Piece], int], Result],
         most: int | None = None,
+        done: str = "decoded",
     ) -> Iterator[tuple[list[Piece], Result]]:
         """Yield what is drawn for a batch, in halves where memory runs out; later batches are not larger than those.
 
@@ -69,57 +70,42 @@ class Shortage:
             longest: of them, prompt and completion, in tokens.
             draw: the completions of a part of it, so many at once; they depend on both by rounding alone.
             most: sequences at once, where others take the place of those that have ended; None splits the batch.
+            done: what is done to them, as a participle.
 
         Raises:
             EngineDiedError: when memory does not do for one sequence.
         """
-        fits = max(1, self.fitting // longest)
-        waiting = split(batch, fits) if most is None else [batch]
+        waiting = [batch]
         while waiting:
-            pieces, drawn = waiting.pop(0), None
-            rows = sum(piece.count for piece in pieces)
-            rows = rows if most is None else min(rows, most, fits)
+            fits = max(1, self.fitting // longest)
+            if most is None:
+                waiting = [part for pieces in waiting for part in split(pieces, lambda _, fits=fits: fits)]
+            pieces = waiting.pop(0)
+            rows = min(sum(piece.count for piece in pieces), fits, most or fits)
             try:
                 drawn = draw(pieces, rows)
             except (RuntimeError, MemoryError) as error:
-                fits = freed(error, rows, "decoded")
-                self.fitting = fits * longest
-                waiting = [*(split(pieces, fits) if most is None else [pieces]), *waiting]
-            if drawn is not None:
+                if not out_of_memory(error):
+                    raise
+                said, half = asked(error), rows // 2
+                if not half:
+                    raise EngineDiedError(
+                        f"Memory ran out while one sequence was {done}: {said}. Lower data.max_completion_tokens or "
+                        "data.max_prompt_tokens, or leave the sampler more of the device's memory."
+                    ) from error
+                traceback.clear_frames(error.__traceback__)  # they hold the batch's tensors
+                if torch.cuda.is_available():
+                    torch.cuda.empty_cache()
+                log.warning(
+                    "Memory ran out while %d sequences were %s (%s): going on with %d at a time. Lower "
+                    "data.engine.max_batch or data.engine.cache_gigabytes to begin with fewer.",
+                    *(rows, done, said, half),
+                )
+                self.fitting = half * longest
+                waiting.insert(0, pieces)
+            else:
                 yield pieces, drawn
-
-
-def freed(error: Exception, rows: int, done: str) -> int:
-    """Return half of the rows that memory did not do for, after what they took is given back.
-
-    Args:
-        error: what was raised; any other than that memory ran out is raised again.
-        rows: sequences of the batch.
-        done: what was done to them, as a participle.
-
-    Raises:
-        EngineDiedError: when it was one sequence.
-    """
-    if not out_of_memory(error):
-        raise error
-    said, half = asked(error), rows // 2
-    if not half:
-        raise EngineDiedError(
-            f"Memory ran out while one sequence was {done}: {said}. Lower data.max_completion_tokens or "
-            "data.max_prompt_tokens, or leave the sampler more of the device's memory."
-        ) from error
-    traceback.clear_frames(error.__traceback__)  # they hold the batch's tensors
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    log.warning(
-        "Memory ran out while %d sequences were %s (%s): going on with %d at a time. Lower data.engine.max_batch or "
-        "data.engine.cache_gigabytes to begin with fewer.",
-        rows,
-        done,
-        said,
-        half,
-    )
-    return half
+                del drawn
 
 
 class EmbeddedSampler(RolloutEngine):
@@ -275,12 +261,44 @@ class EmbeddedSampler(RolloutEngine):
                 "published. Publish before generating, or set data.engine.share to never to sample from older weights."
             )
 
-    def _check_prompts(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> None:
+    def _check(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> None:
+        """Raise where prompts cannot be answered, or not by these weights."""
+        check_sampling(sampling)
         if not prompts or min(map(len, prompts)) == 0:
             raise ValueError("A prompt is empty. Expected: at least one prompt, each of at least one token.")
         check_tokens(self.network.config, prompts)
         remedy = "Lower data.max_prompt_tokens or data.max_completion_tokens."
         check_positions(self.network.config, max(map(len, prompts)), sampling.max_tokens, remedy)
+        self._check_current()
+
+    def _in_batches(
+        self,
+        batches: Iterable[list[Piece]],
+        n: int,
+        steps: int,
+        draw: Callable[[Progress, list[Piece], int], Result],
+        read: Callable[[list[Piece], Result], list[Completion]],
+        progress: Progress | None,
+        finished: Finished | None = None,
+        most: int | None = None,
+    ) -> list[Completion]:
+        """Return the completions of all prompts, prompt-major, which `read` reads of what `draw` draws of some rows."""
+        found: dict[int, Completion] = {}
+        tokens = 0
+
+        def report(ended: int, drawn: int) -> None:
+            if progress is not None:
+                progress(len(found) + ended, tokens + drawn)
+
+        for batch in batches:
+            longest = max(piece.length for piece in batch) + steps
+            for pieces, drawn in self._shortage.halving(batch, longest, partial(draw, report), most):
+                new = dict(zip(numbers_of(pieces, n), read(pieces, drawn), strict=True))
+                found |= new
+                tokens += sum(len(one.token_ids) for one in new.values())
+                if finished is not None:
+                    finished(new)
+        return [found[number] for number in range(len(found))]
 
     def close(self) -> None:
         self._modules, self._adapter, self._borrowed, self._whole = None, None, [], False

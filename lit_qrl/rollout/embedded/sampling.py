@@ -87,15 +87,6 @@ class TokenSampler:
         self.temperature = 1.0 if self.greedy else sampling.temperature
         self.top_p, self.top_k = (1.0, 0) if self.greedy else (sampling.top_p, sampling.top_k)
 
-    def __call__(self, logits: Tensor, uniform: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return tokens " b" and their fp32 log-probs " b" under the processed distribution (greedy: at T = 1).
-
-        Args:
-            logits: "b v".
-            uniform: " b", in [0, 1); None is greedy.
-        """
-        return self.draw(self.processed(logits), uniform)
-
     def processed(self, logits: Tensor) -> Tensor:
         """Return the fp32 scores "b v" that tokens are drawn from, −inf outside of the kept set."""
         scores = logits.float()
@@ -106,7 +97,12 @@ class TokenSampler:
         return scores
 
     def draw(self, scores: Tensor, uniform: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return tokens and log-probs as a call does, of processed scores "b v"."""
+        """Return tokens " b" and their fp32 log-probs " b" under the processed distribution (greedy: at T = 1).
+
+        Args:
+            scores: "b v", processed.
+            uniform: " b", in [0, 1); None is greedy.
+        """
         top = scores.amax(dim=-1, keepdim=True)
         mass = (scores - top).exp_()
         normalizer = mass.sum(dim=-1).log() + top[:, 0]

@@ -11,10 +11,9 @@ from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.engine import SamplerSpec
 from lit_qrl.types import SamplingParams
 from tests.networks import build_network
+from tests.rollout.embedded.test_engine import PROMPTS, publish, scored_apart
 from tests.rollout.embedded.test_engine import engine_of as plain_engine
-from tests.rollout.embedded.test_engine import publish
 
-PROMPTS = [[5, 6, 7, 8, 9], [4], [3, 3, 12], [10, 11]]
 SAMPLING = SamplingParams(max_tokens=12, stop_token_ids=(1,))
 
 
@@ -133,14 +132,6 @@ def test_on_a_gpu_rollouts_are_drawn_over_rounded_keys_and_values(network, cuda_
     drawn = engine.generate(PROMPTS, 64, seed=1)
     assert not engine.trust.broken
     assert drawn == engine.generate(PROMPTS, 64, seed=1)
-    sequences = [[*PROMPTS[index // 64], *one.token_ids] for index, one in enumerate(drawn)]
-    apart = []
-    for forgotten in (False, True):
-        if forgotten:
-            engine.cache_scales = CacheScales("auto")
-        gaps = [
-            (scores.cpu()[len(PROMPTS[index // 64]) - 1 :] - torch.tensor(one.logprobs)).abs()
-            for index, (scores, one) in enumerate(zip(engine.score(sequences), drawn, strict=True))
-        ]
-        apart.append(torch.cat(gaps).mean().item())
-    assert apart[0] < min(0.1, apart[1])
+    apart = scored_apart(engine, drawn, 64)
+    engine.cache_scales = CacheScales("auto")
+    assert apart < min(0.1, scored_apart(engine, drawn, 64))

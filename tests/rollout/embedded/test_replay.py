@@ -10,7 +10,15 @@ from lit_qrl.rollout.embedded.engine import TransformersEngine, unfit
 from lit_qrl.rollout.engine import EngineDiedError, SamplerSpec
 from lit_qrl.types import SamplingParams
 from tests.networks import build_network
-from tests.rollout.embedded.test_engine import EOS, PROMPTS, check_log_probs, engine_of, policy_of, publish
+from tests.rollout.embedded.test_engine import (
+    EOS,
+    PROMPTS,
+    check_log_probs,
+    engine_of,
+    policy_of,
+    publish,
+    scored_apart,
+)
 from tests.routes import build_mixture
 
 
@@ -52,16 +60,6 @@ def test_a_format_of_weights_draws_the_same_in_slots():
 def test_a_format_of_activations_agrees_with_the_scores_in_slots():
     engine = quantized("fp8_row", cuda_graphs=True, max_batch=7)
     assert scored_apart(engine, engine.generate(PROMPTS, 4, seed=1), 4) < 0.01  # last bits become steps of E4M3
-
-
-def scored_apart(engine, completions, n):
-    """Return how far log-probs are on average from those of whole sequences."""
-    scores = engine.score([[*PROMPTS[i // n], *one.token_ids] for i, one in enumerate(completions)])
-    off = [
-        (score[len(PROMPTS[i // n]) - 1 :].cpu() - torch.tensor(one.logprobs)).abs()
-        for i, (score, one) in enumerate(zip(scores, completions, strict=True))
-    ]
-    return float(torch.cat(off).mean())
 
 
 @pytest.mark.parametrize(

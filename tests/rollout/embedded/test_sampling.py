@@ -11,6 +11,11 @@ from lit_qrl.types import SamplingParams
 from tests.default_dtype import bf16_default
 
 
+def draw(logits, uniform, **sampling):
+    sampler = TokenSampler(SamplingParams(**sampling))
+    return sampler.draw(sampler.processed(logits), uniform)
+
+
 def kept_set(scores, top_k, top_p):
     """The kept words of one row, by the definition, in Python floats."""
     order = sorted(range(len(scores)), key=lambda word: -scores[word])
@@ -43,7 +48,7 @@ def test_tokens_follow_the_distribution():
     logits = torch.tensor([[2.0, 0.0, -1.0, -math.inf, 1.0]])
     n = 200_000
     uniform = (torch.arange(n) + 0.5) / n
-    tokens, logprobs = TokenSampler(SamplingParams(temperature=0.7))(logits.expand(n, -1), uniform)
+    tokens, logprobs = draw(logits.expand(n, -1), uniform, temperature=0.7)
     expected = (logits[0] / 0.7).softmax(-1)
     shares = torch.bincount(tokens, minlength=5) / n
     torch.testing.assert_close(shares, expected, atol=1e-4, rtol=0)
@@ -53,14 +58,14 @@ def test_tokens_follow_the_distribution():
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-24])
 def test_extreme_uniforms_never_draw_an_impossible_word(uniform):
     logits = torch.tensor([[-math.inf, 3.0, 2.0, -math.inf]])
-    token, logprob = TokenSampler(SamplingParams())(logits, torch.tensor([uniform]))
+    token, logprob = draw(logits, torch.tensor([uniform]))
     assert token.item() in (1, 2)
     assert math.isfinite(logprob.item())
 
 
 def test_log_probs_are_renormalised_within_the_kept_set():
     logits = torch.tensor([[math.log(0.5), math.log(0.3), math.log(0.2)]]).expand(2, -1)
-    tokens, logprobs = TokenSampler(SamplingParams(top_p=0.6))(logits, torch.tensor([0.1, 0.99]))
+    tokens, logprobs = draw(logits, torch.tensor([0.1, 0.99]), top_p=0.6)
     assert tokens.tolist() == [0, 1]
     torch.testing.assert_close(logprobs.exp(), torch.tensor([0.5 / 0.8, 0.3 / 0.8]))
 

@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from lit_qrl.network.head import SamplerHead
 from lit_qrl.rollout.embedded import engine as scoring
 from lit_qrl.rollout.embedded.cache import Rounding
 from tests.networks import build_network
+from tests.rollout.embedded.test_engine import engine_of
 
 SEQUENCES = [[5, 6, 7, 8, 9, 2], [4, 4], [3, 3, 12, 1], [10, 11, 6]]
 
@@ -12,12 +12,11 @@ SEQUENCES = [[5, 6, 7, 8, 9, 2], [4, 4], [3, 3, 12, 1], [10, 11, 6]]
 @pytest.mark.parametrize("rounded", [False, True])
 def test_scores_are_those_of_each_sequence_alone_however_few_fit_at_once(rounded, monkeypatch):
     network = build_network()
-    head = SamplerHead.of(network, None)
-    rounding = Rounding(torch.full((len(network.model.layers), 2), 1e-3)) if rounded else None
-    together = scoring.scores_of(network, head, SEQUENCES, False, rounding)
-    plain = scoring.scores_of(network, head, SEQUENCES, False, None)
+    engine = engine_of(network, kv_cache_dtype="fp8" if rounded else "auto")
+    engine.cache_scales._rounding = Rounding(torch.full((len(network.model.layers), 2), 1e-3))
+    together, plain = engine.score(SEQUENCES), engine_of(network).score(SEQUENCES)
     monkeypatch.setattr(scoring, "SCORE_TOKENS", 7)
-    apart = scoring.scores_of(network, head, SEQUENCES, False, rounding)
+    apart = engine.score(SEQUENCES)
     for index, sequence in enumerate(SEQUENCES):
         assert together[index].shape == (len(sequence) - 1,)
         torch.testing.assert_close(together[index], apart[index], atol=1e-5, rtol=0)
