@@ -34,7 +34,6 @@ from torch import Tensor
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats import support
-from lit_qrl.rollout.vllm.checks import LORA_RANKS
 from lit_qrl.rollout.vllm.installation import installed_version
 
 if TYPE_CHECKING:
@@ -130,6 +129,8 @@ def check_exact(format: "NumberFormat | None", arguments: Mapping[str, Any], ran
             remedy="Choose one of them, or set data.engine.batch_invariant to false.",
         )
     if rank != room:
+        from lit_qrl.rollout.vllm.checks import LORA_RANKS  # which brings transformers
+
         raise ConfigError(
             "The engine would multiply an adapter of another rank than the learner's, which was not seen to be equal.",
             expected=f"data.engine.max_lora_rank: {rank}, one of 0, {', '.join(map(str, LORA_RANKS))}",
