@@ -2,6 +2,8 @@ import pytest
 import torch
 
 from lit_qrl.network.wiring import norms_before_projections
+from lit_qrl.precision.layers.one_pass import take_one_pass
+from lit_qrl.precision.layers.residual import join_layers
 from tests.families.configs import BY_TYPE, random_network
 
 ATTENTION = ["q_proj", "k_proj", "v_proj"]
@@ -32,3 +34,11 @@ def test_norms_are_chosen_by_what_reads_them(kind):
     assert len(found) == 2 * len(EXPECTED[kind])  # of each layer
     assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in network.modules())
+
+
+def test_fused_norms_hand_on_their_sum_too_and_are_found_all_the_same():
+    network = random_network(BY_TYPE["llama"])
+    plain = norms_before_projections(network)
+    assert take_one_pass(network, True)
+    join_layers(network)
+    assert norms_before_projections(network) == plain

@@ -157,6 +157,14 @@ class RemoteVLLMEngine(RolloutEngine):
                     remedy=f"{remedy}Set data.engine to VLLMEngine.",
                 )
         found = addresses(self.devices, self.hosts, self.token_file, spec.learners, self.ca_file)
+        places = [*(one.name for one in found), *(f"cuda:{number}" for number in spec.learners.devices)]
+        if self.transfer == "nccl" and not self.hosts and len(set(places)) < len(places):
+            raise ConfigError(
+                "NCCL takes one process of each GPU.",
+                expected="data.engine.transfer: ipc or files where servers share a GPU, the learner's too",
+                given=f"nccl, and data.engine.devices: {listed(map(str, self.devices))}",
+                remedy="Leave transfer out.",
+            )
         if not self.hosts:
             self.engine.validate(replace(self.spec, in_flight="none"))
         if not self.servers:
@@ -232,13 +240,6 @@ class RemoteVLLMEngine(RolloutEngine):
         if way == "auto":
             way = "ipc" if on_gpus else "files"
         if way == "nccl":
-            if self._beside():
-                raise ConfigError(
-                    "NCCL knows a GPU once.",
-                    expected="data.engine.transfer: ipc or files on the learner's own GPU",
-                    given="nccl",
-                    remedy="Leave transfer out.",
-                )
             self._sender = self._meet()
             return
         self._sender = DeviceMemory(seen_as=0 if self._beside() else 1) if way == "ipc" else Files(self.folder)

@@ -249,6 +249,8 @@ def test_servers_beside_the_learner_are_all_on_its_gpu(monkeypatch):
     for devices, learners in (([0, 1], alone), ([0, 0], Learners(devices=(0, 1), local=(0, 2), whole=(0, 2)))):
         with pytest.raises(ConfigError, match="Some servers would share a GPU"):
             addresses(devices, None, None, learners)
+    with pytest.raises(ConfigError, match="NCCL takes one process of each GPU"):
+        RemoteVLLMEngine(devices=[0, 0], transfer="nccl").validate(SamplerSpec(learners=alone))
 
 
 @pytest.fixture
