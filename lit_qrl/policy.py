@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat
-from lit_qrl.functional.logprobs import softmax_logprobs, token_logprobs
+from lit_qrl.functional.logprobs import Pick, token_logprobs
 from lit_qrl.functional.vocabulary_kl import vocabulary_kl
 from lit_qrl.network.adapters import check_adapter, merged_weights, starts_from_base, with_adapter
 from lit_qrl.network.attention import implementation
@@ -102,7 +102,9 @@ class CausalPolicy(Described, nn.Module):
     attention: Callable[[Tensor, Tensor, Tensor, float | None], Tensor] | None = None
     """Of the engine that samples, where it is to be the learner's too; None is torch's."""
     product: Product | None = None
-    """With plain weights, of a batch-invariant engine that has its own; the log-softmax is then its sampler's, too."""
+    """With plain weights, of a batch-invariant engine that has its own."""
+    pick: Pick | None = None
+    """From logits to log-probs, of such an engine's sampler."""
     stop_token_ids: tuple[int, ...]
     """Each ends a completion."""
     ending: str
@@ -536,7 +538,7 @@ class CausalPolicy(Described, nn.Module):
             entropy=entropy,
             entropy_gradient=gradient,
             head_dtype=self.head_dtype,
-            pick=None if self.product is None else softmax_logprobs,
+            pick=self.pick,
             held=room_for_logits(hidden, head["weight"]) if self.holds_logits else 0,
             **head,
         )

@@ -66,19 +66,25 @@ def total_memory(index: int | None) -> int:
     return torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index).total_memory
 
 
-Pick = Callable[[Tensor, Tensor], Tensor]
+Pick = Callable[[Tensor, Tensor, float], Tensor]
 
 
-def softmax_logprobs(scores: Float[Tensor, "m v"], tokens: Int[Tensor, " m"]) -> Float[Tensor, " m"]:
-    """Return the log-probs of tokens by torch's log-softmax, as vLLM's sampler has them, to the last bit.
+def softmax_logprobs(
+    scores: Float[Tensor, "m v"], tokens: Int[Tensor, " m"], temperature: float = 1.0
+) -> Float[Tensor, " m"]:
+    """Return the log-probs of tokens by torch's log-softmax, as the sampler of vLLM's first runner has them.
 
     Args:
-        scores: "m v", fp32.
+        scores: "m v".
         tokens: " m", ids in [0, v).
+        temperature: by which the scores are not divided yet.
 
     >>> softmax_logprobs(torch.tensor([[0.0, 1.0]]), torch.tensor([1]))
     tensor([-0.3133])
     """
+    scores = _raised(scores)
+    if temperature != 1.0:
+        scores = scores / scores.new_tensor(temperature)
     return scores.log_softmax(dim=-1).gather(-1, tokens[:, None])[:, 0]
 
 
@@ -122,8 +128,8 @@ def token_logprobs(
         head_dtype: of the products with the output embedding, both ways, fp32 or above; hidden states and weight are
             raised to it, the weight by at most `chunk_elements` at a time. None takes the dtype of `hidden`, or of
             autocast.
-        pick: from z "m v" and tokens " m" to their log-probs, where another order of the sums than that of this
-            function is wanted.
+        pick: from logits "m v", tokens " m" and a temperature by which the logits are not divided yet to their
+            log-probs, where another order of the sums than that of this function is wanted.
         kept: "*n k", ids of the words that a token could be, −1 behind them: the distribution is the one over those,
             as a sampler with `top_p` or `top_k` has it. None, or no id at all, is the whole vocabulary.
         held: bytes that logits may take from the forward to the backward pass, which need not make these again: a
@@ -289,17 +295,6 @@ class _Options(NamedTuple):
     stay: int
 
 
-def _tempered(logits: Tensor, options: _Options) -> Tensor:
-    """Return fp32 scores, scaled and at the temperature, of logits that no cap bounds any more."""
-    scores = _raised(logits)
-    if options.scale != 1.0:
-        scores = scores * options.scale
-    if options.temperature != 1.0:
-        # by a tensor: a GPU multiplies by the reciprocal of a number, which rounds differently
-        scores = scores / scores.new_tensor(options.temperature)
-    return scores
-
-
 def _outside(kept: Tensor, words: int) -> Tensor:
     """Return True "n v" for words that are not among the kept ids "n k"; nothing is outside of none."""
     outside = torch.ones(len(kept), words + 1, dtype=torch.bool, device=kept.device)
@@ -323,11 +318,18 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def _scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, options: _Options) -> tuple[Tensor, Tensor | None]:
         """Return the fp32 scores of a chunk and the derivative of the soft-cap, if there is one."""
-        logits = raised_linear(hidden, weight, bias, options.head_dtype, options.width)
-        if options.softcap is None:
-            return _tempered(logits, options), None
-        capped = torch.tanh(_raised(logits) * options.scale / options.softcap)
-        return _tempered(capped * options.softcap, options._replace(scale=1.0)), 1 - capped.square()
+        scores = _raised(raised_linear(hidden, weight, bias, options.head_dtype, options.width))
+        if options.scale != 1.0:
+            scores = scores * options.scale
+        slope = None
+        if options.softcap is not None:
+            capped = torch.tanh(scores / options.softcap)
+            slope = 1 - capped.square()
+            scores = capped * options.softcap
+        if options.temperature != 1.0:
+            # by a tensor: a GPU multiplies by the reciprocal of a number, which rounds differently
+            scores = scores / scores.new_tensor(options.temperature)
+        return scores, slope
 
     @staticmethod
     def forward(
@@ -359,11 +361,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 )
                 logprobs[part] = chosen - normalizer[part]
                 if pick is not None:
-                    few = max(1, CHUNK_ELEMENTS["cuda"] // len(weight))
-                    picked = [
-                        pick(_tempered(logits[own], options), tokens[part][own]) for own in _parts(len(logits), few)
-                    ]
-                    logprobs[part] = torch.cat(picked)
+                    logprobs[part] = pick(logits, tokens[part], options.temperature)
                 if spread is not None:
                     entropies[part] = spread
                 continue
@@ -374,7 +372,7 @@ class _TokenLogprobs(torch.autograd.Function):
             if pick is None:
                 logprobs[part] = scores.gather(-1, tokens[part, None])[:, 0] - normalizer[part]
             else:
-                logprobs[part] = pick(scores, tokens[part])
+                logprobs[part] = pick(scores, tokens[part], 1.0)
             if options.entropy:
                 entropies[part] = _entropy(scores)
         differentiable = options.entropy and options.entropy_gradient

@@ -82,3 +82,19 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     from vllm.model_executor.layers.batch_invariant import linear_batch_invariant
 
     return linear_batch_invariant(x, weight, bias)
+
+
+def drawn_logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+    """Return the log-probs of tokens " m" under logits "m v", by the kernels of vLLM's second runner for drawn tokens.
+
+    Args:
+        logits: as the head made them; they stay.
+        tokens: " m".
+        temperature: of the draw, by which vLLM divides in the logits' own dtype.
+    """
+    from vllm.v1.worker.gpu.sample import gumbel, logprob
+
+    if temperature != 1.0:
+        logits, rows = logits.clone(), torch.zeros(len(logits), dtype=torch.int32, device=logits.device)
+        gumbel.apply_temperature(logits, rows, torch.full((1,), temperature, dtype=torch.float32, device=logits.device))
+    return logprob.compute_token_logprobs(logits, tokens[:, None])[:, 0]

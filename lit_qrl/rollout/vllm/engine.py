@@ -17,12 +17,13 @@ from torch import Tensor
 from lit_qrl.errors import ConfigError, within_memory
 from lit_qrl.formats import support
 from lit_qrl.formats.base import NumberFormat
+from lit_qrl.functional.logprobs import softmax_logprobs
 from lit_qrl.network.experts import expert_stacks, unstacked
 from lit_qrl.network.linears import quantizable_linears
 from lit_qrl.network.structure import check_tokens
 from lit_qrl.precision.layers.lora_linear import sum_factors
 from lit_qrl.precision.vllm_kernels.borrowed import TILE_IN, TILE_OUT, MarlinNVFP4
-from lit_qrl.precision.vllm_kernels.exact import flash_attention, product
+from lit_qrl.precision.vllm_kernels.exact import drawn_logprobs, flash_attention, product
 from lit_qrl.receipts.clock import gc_pause
 from lit_qrl.receipts.ledger import PublishError, PublishReport, ReceivedLedger
 from lit_qrl.rollout.engine import (
@@ -264,6 +265,7 @@ class VLLMEngine(RolloutEngine):
             self.policy.attention = flash_attention
         if self.batch_invariant:
             self.policy.product = product
+            self.policy.pick = softmax_logprobs if self.spec.kept else drawn_logprobs
             sum_factors(self.policy.network, merged=self.spec.adapter is None)
         if self.routed is not None and not torch.cuda.is_available():
             from lit_qrl_vllm_fast.routes import record
@@ -274,7 +276,7 @@ class VLLMEngine(RolloutEngine):
         check_groups(format, live.holders(quantizable_linears(self.policy.network, self.spec.exclude)))
 
     def _build(self, format: NumberFormat | None, policy: EnginePolicy, dtype: torch.dtype) -> None:
-        prepare_environment(self.deep_gemm, self.kv_cache_gib, self.spec.kept or self.batch_invariant)
+        prepare_environment(self.deep_gemm, self.kv_cache_gib, self.spec.kept)
         longest, layers = self.longest(), (self.spec.exclude, self.spec.quantize_head)
         self._folder = folder.model_folder(policy.network, format, *layers, dtype, longest)
         arguments = self.arguments(self._folder, dtype, longest)

@@ -17,7 +17,7 @@ CPU, as transformers has them. Embedding and output head are each side's own, an
 steps.
 
 `batch_invariant` adds what is left, so that every ratio is 1: products with plain weights, the head's too, are made by
-one Triton GEMM on both sides, and log-probs in the learner by the log-softmax of vLLM's sampler, which is torch's.
+one Triton GEMM on both sides, and log-probs in the learner by the kernel of vLLM's sampler.
 Weights of a format that leaves activations alone are plain ones then: they go out multiplied out, as the learner has
 them. Both products of an adapter beside its base are that GEMM's, too; under one that goes out merged the learner
 multiplies by the same rounded sum.
