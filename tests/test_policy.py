@@ -46,6 +46,12 @@ def test_a_16_bit_precision_casts_weights_and_leaves_frequencies_as_a_cpu_comput
     assert rotary.inv_freq.equal(computed)
 
 
+def test_no_attention_is_chosen_that_plans_for_each_shape(folder):
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    CausalPolicy(str(folder)).configure()
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 
 

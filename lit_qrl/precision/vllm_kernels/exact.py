@@ -9,9 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from lit_qrl.formats.kernels.gemm import MANY
 
+PADDED = 64
+"""Words to whose multiples vLLM pads its logits: where a row begins decides how Triton loads it, and so adds it up."""
 WHOLE_TILES = (64, 128, 256)
 """Head dimensions whose tiles are the same whether or not keys lie in pages."""
 
@@ -94,7 +97,10 @@ def drawn_logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor
     """
     from vllm.v1.worker.gpu.sample import gumbel, logprob
 
+    words = logits.shape[1]
+    if words % PADDED or temperature != 1.0:
+        logits = F.pad(logits, (0, -words % PADDED))[:, :words]
     if temperature != 1.0:
-        logits, rows = logits.clone(), torch.zeros(len(logits), dtype=torch.int32, device=logits.device)
+        rows = torch.zeros(len(logits), dtype=torch.int32, device=logits.device)
         gumbel.apply_temperature(logits, rows, torch.full((1,), temperature, dtype=torch.float32, device=logits.device))
     return logprob.compute_token_logprobs(logits, tokens[:, None])[:, 0]
