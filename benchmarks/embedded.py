@@ -3,7 +3,8 @@
     python benchmarks/embedded.py --shapes 0.5b 1.5b --out out.json
 
 Qwen2.5's shapes in bf16 with random weights; prompts of 200 tokens, of which each has 8 completions of 512 tokens, at
-most 64 at a time. Each line is printed when it is measured, and each process that fails costs its own lines alone.
+most 64 (`--batch`) at a time. Each line is printed when it is measured, and each process that fails costs its own
+lines alone.
 
 graphs    `TransformersEngine(cuda_graphs=True)`: all completions
 fp8_row   the same, published in that format
@@ -43,6 +44,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     | {"num_key_value_heads": 2, "vocab_size": 151936},
     "1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12}
     | {"num_key_value_heads": 2, "vocab_size": 151936},
+    "7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28}
+    | {"num_key_value_heads": 4, "vocab_size": 151936},
 }
 VLLM: dict[str, dict[str, Any]] = {
     "vllm": {},
@@ -54,7 +57,6 @@ LINES = ("graphs", "fp8_row", "uneven", "launched", "generate", *VLLM, "profile"
 LONG_PROMPT, LONG_COMPLETION = 3500, 256
 PEAK = 30.0
 SCORED = 8  # completions whose log-probs are compared
-BATCH = 64
 SLOW_TOKENS = 128
 SHOWN = 14  # kernels of a profile
 
@@ -66,6 +68,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--group", type=int, default=8, help="completions of each prompt")
     parser.add_argument("--prompt", type=int, default=200, help="tokens of each prompt")
+    parser.add_argument("--batch", type=int, default=64, help="sequences decoded at once, at most")
     parser.add_argument("--completion", type=int, default=512, help="tokens of each completion")
     parser.add_argument("--tiny", action="store_true", help="the smallest sizes, on a CPU")
     parser.add_argument("--timeout", type=float, default=80, help="seconds for each process")
@@ -164,9 +167,9 @@ class Bench:
         prompts, group, tokens = self.args.prompts, self.args.group, self.args.completion
         length = self.args.prompt
         if line.startswith("long"):
-            length, tokens, group = LONG_PROMPT, LONG_COMPLETION, max(1, BATCH // prompts)
+            length, tokens, group = LONG_PROMPT, LONG_COMPLETION, max(1, self.args.batch // prompts)
         if slow:
-            group, tokens = max(1, BATCH // prompts), min(tokens, SLOW_TOKENS)
+            group, tokens = max(1, self.args.batch // prompts), min(tokens, SLOW_TOKENS)
         from lit_qrl.types import SamplingParams
 
         stops = tuple(range(max(1, self.vocabulary // 500))) if line == "uneven" else ()
@@ -215,7 +218,7 @@ class Bench:
 
         if line in VLLM:
             return self.vllm(VLLM[line])
-        engine = TransformersEngine(max_batch=BATCH, cuda_graphs=line != "launched")
+        engine = TransformersEngine(max_batch=self.args.batch, cuda_graphs=line != "launched")
         sampling = SamplingParams(max_tokens=self.args.completion, ignore_stop=True)
         format = None if format_name is None else formats.get(format_name)
         spec = SamplerSpec(sampling=sampling, format=format, prompt_limit=self.args.prompt)
@@ -238,7 +241,7 @@ class Bench:
             if self.held is not None:
                 self.held[1].close()
             begun = time.perf_counter()
-            engine = VLLMEngine(gpu_memory_utilization=0.4, max_num_seqs=BATCH, quick_start=True, **options)
+            engine = VLLMEngine(gpu_memory_utilization=0.4, max_num_seqs=self.args.batch, quick_start=True, **options)
             longest = max(self.args.completion, LONG_COMPLETION)
             spec = SamplerSpec(sampling=SamplingParams(max_tokens=longest, ignore_stop=True), prompt_limit=LONG_PROMPT)
             engine.validate(spec)
@@ -251,7 +254,7 @@ class Bench:
         return engine
 
     def generate(self) -> dict[str, Any]:
-        rows, tokens = BATCH if self.device == "cuda" else 16, min(self.args.completion, SLOW_TOKENS)
+        rows, tokens = self.args.batch if self.device == "cuda" else 16, min(self.args.completion, SLOW_TOKENS)
         prompts = self.prompts(self.args.prompts, 2)
         ids = self.torch.tensor([prompts[row % len(prompts)] for row in range(rows)], device=self.device)
         options = {"attention_mask": self.torch.ones_like(ids), "do_sample": True, "top_k": 0, "top_p": 1.0}
@@ -272,7 +275,8 @@ class Bench:
 
         engine = self.engine("graphs", None)
         steps = min(self.args.completion, 64)
-        sampling, group = SamplingParams(max_tokens=steps, ignore_stop=True), max(1, BATCH // self.args.prompts)
+        sampling = SamplingParams(max_tokens=steps, ignore_stop=True)
+        group = max(1, self.args.batch // self.args.prompts)
         engine.generate(self.prompts(self.args.prompts, 1), group, 1, None, sampling)
         kinds = [ProfilerActivity.CUDA] if self.device == "cuda" else [ProfilerActivity.CPU]
         self.sync()
