@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -34,17 +35,22 @@ def assemble(
     b = len(completions)
     width = max(map(len, prompts))
     t = max(max(len(completion.token_ids) for completion in completions), 1)
+    prompt_length = torch.tensor([len(prompts[row // group_size]) for row in range(b)])
+    length = torch.tensor([len(completion.token_ids) for completion in completions])
+    # Each tensor is filled at once: row by row takes as long as a decoding step.
+    columns, mask = torch.arange(width + t), torch.arange(t) < length[:, None]
+    held = (columns >= width - prompt_length[:, None]) & (columns < width + length[:, None])
+    words = chain.from_iterable((*prompts[row // group_size], *one.token_ids) for row, one in enumerate(completions))
     tokens = torch.full((b, width + t), pad_token_id, dtype=torch.long)
-    mask = torch.zeros(b, t, dtype=torch.bool)
+    tokens[held] = torch.tensor(list(words), dtype=torch.long)
     logprobs = torch.zeros(b, t, dtype=torch.float32)  # whatever the default is: bf16 in a validation step
+    logprobs[mask] = torch.tensor([one for row in completions for one in row.logprobs], dtype=torch.float32)
     for row, completion in enumerate(completions):
-        prompt, n = prompts[row // group_size], len(completion.token_ids)
-        tokens[row, width - len(prompt) : width + n] = torch.tensor([*prompt, *completion.token_ids])
-        mask[row, :n] = True if completion.drawn is None else torch.tensor(completion.drawn)
-        logprobs[row, :n] = torch.tensor(completion.logprobs)
+        if completion.drawn is not None:
+            mask[row, : len(completion.token_ids)] = torch.tensor(completion.drawn)
     return RolloutBatch(
         tokens=tokens,
-        prompt_length=torch.tensor([len(prompts[row // group_size]) for row in range(b)]),
+        prompt_length=prompt_length,
         mask=mask,
         sampler_logprobs=logprobs,
         rewards=torch.zeros(b),

@@ -55,6 +55,16 @@ def test_assemble_pads_prompts_left_and_completions_right():
     assert batch.version.tolist() == [4, 4, 4, 4]
 
 
+def test_log_probs_keep_fp32_in_a_validation_step_of_bf16():
+    one = Completion(token_ids=[5], logprobs=[-1.2345678], finish_reason="stop", version=0)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        batch = assemble([[1]], [one], group_size=1, pad_token_id=0)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert batch.sampler_logprobs.tolist() == torch.tensor([[-1.2345678]]).tolist()
+
+
 def test_the_ids_that_tokens_were_drawn_among_are_padded_behind():
     def drawn_among(ids, kept):
         one = completion(ids)
