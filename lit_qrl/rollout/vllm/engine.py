@@ -265,7 +265,7 @@ class VLLMEngine(RolloutEngine):
             self.policy.attention = flash_attention
         if self.batch_invariant:
             self.policy.product = product
-            self.policy.pick = softmax_logprobs if self.spec.kept else drawn_logprobs
+            self.policy.pick = drawn_logprobs if live.config.use_v2_model_runner else softmax_logprobs
             sum_factors(self.policy.network, merged=self.spec.adapter is None)
         if self.routed is not None and not torch.cuda.is_available():
             from lit_qrl_vllm_fast.routes import record
