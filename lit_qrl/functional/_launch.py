@@ -10,7 +10,6 @@ KERNELS = [
     "checksum",
     "decoding",
     "denoising",
-    "drawing",
     "fp4_weights",
     "fp8_weights",
     "gated",
