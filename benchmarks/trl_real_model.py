@@ -106,7 +106,8 @@ def main() -> None:
             write(iteration=iteration, **{"val__greedy_pass_at_1": sum(right) / len(right)}, **share)
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **options: Any) -> None:
-            self.evaluate(0)
+            if config["model"].get("evaluate_first", True):
+                self.evaluate(0)
             self.last = time.perf_counter()
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **options: Any) -> None:
