@@ -139,8 +139,11 @@ class TokenBudget(MicroBatches):
         return deal_by_tokens(*sizes, self.parts) if _flat(learner) else deal_by_length(sizes.lengths, self.parts)
 
     def scoring_passes(self, learner: Learner, rollout: RolloutBatch) -> int:
-        """Return in how many forward passes a rollout is scored."""
-        return len(_Sizes.of(rollout).cut(self.tokens, _flat(learner)))
+        """Return in how many forward passes a rollout is scored: the most that any process needs.
+
+        A learner in parts gathers its layers in each pass, which all processes do together.
+        """
+        return widest(len(_Sizes.of(rollout).cut(self.tokens, _flat(learner))), learner.reduce, learner.device)
 
     def state(self) -> dict[str, Any]:
         """Return the tokens of a micro-batch, once they are chosen."""
