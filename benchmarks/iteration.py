@@ -82,6 +82,15 @@ SHAPES["8b"] = {
     "num_key_value_heads": 8,
     "vocab_size": 128256,
 }
+SHAPES["0.5b"] = {
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
 SHAPES["1.5b"] = {
     "hidden_size": 1536,
     "intermediate_size": 8960,
