@@ -10,6 +10,7 @@ KERNELS = [
     "checksum",
     "decoding",
     "denoising",
+    "drawing",
     "fp4_weights",
     "fp8_weights",
     "gated",

@@ -206,8 +206,8 @@ def test_parts_that_wait_on_the_host_learn_what_those_on_the_gpu_do(tmp_path):
         moved[-1] |= {own(value).device.type for state in states for value in state.values() if value.ndim}
         torch.distributed.destroy_process_group()
     assert moved == [{"cuda"}, {"cpu"}]
-    for name, value in found[0].items():
-        torch.testing.assert_close(found[1][name], value, rtol=1e-5, atol=1e-6, msg=name)
+    for name, value in found[0].items():  # AdamW makes a larger step of a small gradient's rounding
+        torch.testing.assert_close(found[1][name], value, rtol=1e-5, atol=1e-5, msg=name)
 
 
 def every(policy):

@@ -588,10 +588,9 @@ class Decoder:
             logits: "s v".
         """
         at = rows.drawn.clamp(max=self.steps - 1)
-        scores = self.sampler.processed(logits)
-        tokens, logprobs = self.sampler.draw(scores, None if self.numbers is None else self.numbers[rows.row, at])
+        tokens, logprobs = self.sampler.drawn(logits, None if self.numbers is None else self.numbers[rows.row, at])
         if self.kept:
-            of, ids = (scores > -torch.inf).nonzero(as_tuple=True)
+            of, ids = (self.sampler.processed(logits) > -torch.inf).nonzero(as_tuple=True)
             self._ids.append((rows.row[of] * self.steps + at[of], ids.int()))
         to = rows.row.masked_fill(rows.ended, len(self.tokens) - 1)
         rows.drawn.add_(~rows.ended)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from lit_qrl.errors import ConfigError
+from lit_qrl.formats.kernels import dispatch
 from lit_qrl.seeding import derive_seed
 from lit_qrl.types import SamplingParams
 
@@ -95,6 +96,22 @@ class TokenSampler:
         if self.top_k or self.top_p < 1:
             scores = truncate(scores, self.top_k, self.top_p)
         return scores
+
+    def drawn(self, logits: Tensor, uniform: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return tokens " b" and their fp32 log-probs " b", as `draw` gives them of the processed logits.
+
+        A GPU finds them without writing down a running sum over all words, whose rounding differs.
+
+        Args:
+            logits: "b v".
+            uniform: as `draw` takes it.
+        """
+        whole = not self.top_k and self.top_p == 1
+        if uniform is not None and whole and dispatch.available(logits, "drawing"):
+            from lit_qrl.rollout.embedded import sampling_triton
+
+            return sampling_triton.draw(logits, uniform, self.temperature)
+        return self.draw(self.processed(logits), uniform)
 
     def draw(self, scores: Tensor, uniform: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return tokens " b" and their fp32 log-probs " b" under the processed distribution (greedy: at T = 1).

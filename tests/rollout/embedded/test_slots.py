@@ -146,7 +146,8 @@ def test_on_a_gpu_each_row_is_attended_up_to_its_own_column(config_class, monkey
     monkeypatch.setitem(sys.modules, "lit_qrl.rollout.embedded.attention_triton", kernels)
     monkeypatch.setattr("lit_qrl.rollout.embedded.attention_triton", kernels, raising=False)
     for place in ("cache", "attention"):
-        monkeypatch.setattr(f"lit_qrl.rollout.embedded.{place}.dispatch.available", lambda x, kernel: True)
+        available = f"lit_qrl.rollout.embedded.{place}.dispatch.available"
+        monkeypatch.setattr(available, lambda x, kernel: kernel == "decoding")
     check_same(in_slots(network, 9), expected)
     assert asked
     assert any(len(set(columns)) > 1 for columns in asked)
