@@ -4,11 +4,12 @@
     python benchmarks/on_policy.py --arms bf16 fp8_row/aligned --iterations 100 --set --data.max_completion_tokens 400
     python benchmarks/on_policy.py --out docs/figures/on_policy/long --draw docs/figures/on_policy.png
 
-Each run is `lit-qrl fit --config configs/real/gsm8k.yaml` in a process of its own, 16 prompts × 8 completions of at
-most 300 tokens. An arm is a format, then what computes the learner: nothing (bf16), `aligned` (`QATAligned`), `unified`
-(`UnifiedFP8`) or `lora` (an adapter over such a base); then `own` where it keeps kernels of its own (`same_kernels:
-false`), or `exact` (`batch_invariant: true`). The table has means over iterations, and medians of the seconds from the
-third on; `on_policy.csv` has every iteration, and the figure is of that. `--model` and `--data` as of `real_model.py`.
+Each run is `lit-qrl fit --config configs/real/gsm8k.yaml --config configs/engine/vllm.yaml` in a process of its own, 16
+prompts × 8 completions of at most 300 tokens. An arm is a format, then what computes the learner: nothing (bf16),
+`aligned` (`QATAligned`), `unified` (`UnifiedFP8`) or `lora` (an adapter over such a base); then `own` where it keeps
+kernels of its own (`same_kernels: false`), or `exact` (`batch_invariant: true`). The table has means over iterations,
+and medians of the seconds from the third on; `on_policy.csv` has every iteration, and the figure is of that. `--model`
+and `--data` as of `real_model.py`.
 """
 
 import argparse
@@ -56,8 +57,10 @@ def command(args: argparse.Namespace, arm: str, run: Path) -> list[str]:
     format, *rest = arm.split("/")
     learner = next((part for part in rest if part in LEARNERS), "")
     config = ROOT / "configs" / "precision" / f"{LEARNERS[learner].format(format)}.yaml"
-    words = [sys.executable, "-m", "lit_qrl.cli", "fit", "--config", str(ROOT / "configs/real/gsm8k.yaml")]
-    words += ["--config", str(config), "--model.policy.model", args.model, "--trainer.default_root_dir", str(run)]
+    words = [sys.executable, "-m", "lit_qrl.cli", "fit"]
+    for file in (ROOT / "configs/real/gsm8k.yaml", ROOT / "configs/engine/vllm.yaml", config):
+        words += ["--config", str(file)]
+    words += ["--model.policy.model", args.model, "--trainer.default_root_dir", str(run)]
     if args.data is not None:
         for key, file in (("path", "train"), ("evaluation_path", "test")):
             words += [f"--data.task.{key}", str(args.data / f"{file}.jsonl")]

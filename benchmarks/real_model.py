@@ -26,19 +26,20 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 BASE = "configs/real/gsm8k.yaml"
+VLLM = "configs/engine/vllm.yaml"
 ARMS: dict[str, list[str]] = {
     "bf16": [],
-    "fp8_row": ["configs/precision/rollout_fp8_row.yaml"],
-    "fp8_row+ais": ["configs/precision/rollout_fp8_row.yaml", "configs/correction/ais.yaml"],
-    "fp8_row+aligned": ["configs/precision/qat_fp8_row.yaml"],
-    "int4+aligned": ["configs/precision/qat_int4_group.yaml"],
-    "embedded": ["configs/engine/transformers.yaml"],
+    "bf16+vllm": [VLLM],
+    "fp8_row": [VLLM, "configs/precision/rollout_fp8_row.yaml"],
+    "fp8_row+ais": [VLLM, "configs/precision/rollout_fp8_row.yaml", "configs/correction/ais.yaml"],
+    "fp8_row+aligned": [VLLM, "configs/precision/qat_fp8_row.yaml"],
+    "int4+aligned": [VLLM, "configs/precision/qat_int4_group.yaml"],
     "lora": ["configs/real/lora.yaml"],
-    "lora+nvfp4": ["configs/real/lora.yaml", "configs/precision/nvfp4_lora.yaml"],
+    "lora+nvfp4": [VLLM, "configs/real/lora.yaml", "configs/precision/nvfp4_lora.yaml"],
     "trl": [],
     "trl+lora": ["configs/real/lora.yaml"],
 }
-NAMES = {"bf16": "lit_qrl, bf16 sampler", "fp8_row+ais": "lit_qrl, FP8 sampler and AIS", "trl": "TRL, bf16 sampler"}
+NAMES = {"bf16": "lit_qrl, bf16 sampler", "fp8_row+ais": "lit_qrl, FP8 vLLM and AIS", "trl": "TRL, bf16 vLLM"}
 """What the figure calls an arm."""
 REACHED = 0.40
 """The accuracy whose time is told."""

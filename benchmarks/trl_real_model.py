@@ -150,7 +150,7 @@ def main() -> None:
             temperature=1.0,
             use_vllm=True,
             vllm_mode="colocate",
-            vllm_gpu_memory_utilization=data["engine"]["init_args"]["gpu_memory_utilization"],
+            vllm_gpu_memory_utilization=data["engine"].get("gpu_memory_utilization", 0.3),
             vllm_max_model_length=data["max_prompt_tokens"] + most,
             vllm_importance_sampling_mode="token_truncate",
             logging_steps=1,
