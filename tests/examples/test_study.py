@@ -255,6 +255,16 @@ def test_errors_of_single_seeds_are_not_a_number(study):
     assert report.third(report.Series([1, 2, 3, 4, 5, 6], [1.0, 1.0, 2.0, 2.0, 3.0, 4.0]), 2) == 3.5
 
 
+def test_what_was_foretold_of_the_real_runs_is_what_the_page_says(study, capsys):
+    with importing("", "evidence_study", "evidence_grid", "real_study") as module:
+        module("foretold").main()
+    lines = [line for line in capsys.readouterr().out.splitlines() if line[0:1] == "|"]
+    page = (EXAMPLES.parent / "docs" / "studies" / "evidence.md").read_text()
+    told = [line.split("|")[2:] for line in page[page.index("**Was it foretold?**") :].splitlines() if line[0:1] == "|"]
+    assert [line.split("|")[2:] for line in lines] == told[: len(lines)]
+    assert [cell.strip() for cell in told[2][:3]] == ["24", "10", "0.836"]
+
+
 def test_claims_of_the_real_study_are_tested_over_seeds_and_by_block(study, tmp_path):
     arms = {
         "grpo+none+bf16": ((0.10, 0.300), (0.11, 0.310), (0.12, 0.320)),
