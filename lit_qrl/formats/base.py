@@ -97,6 +97,14 @@ class NumberFormat(ABC):
     def bits_per_weight(self) -> float:
         """Bits of storage per weight, scales included (for a large layer)."""
 
+    def dropped(self, q: QuantizedWeight) -> Tensor | float:
+        """Return the magnitude below which an engine's kernel may take weights for 0: none, but for formats that say.
+
+        Args:
+            q: the weight.
+        """
+        return 0.0
+
     def check(self, name: str, shape: tuple[int, int]) -> None:  # noqa: B027
         """Raise `ConfigError` naming the layer, the shape and the remedy where the shape does not fit."""
 

@@ -26,7 +26,7 @@ _FP4_TIES = ((0.25, True), (0.75, False), (1.25, True), (1.75, False), (2.5, Tru
 
 # An fp32 number in [2^e, 2^(e+1)) keeps 3 mantissa bits when 1.5 · 2^(e+20) is added and taken away again.
 _E4M3_SHIFT = 1.5 * 2.0**20
-_E4M3_SMALLEST_NORMAL = 2.0**-6
+E4M3_SMALLEST_NORMAL = 2.0**-6
 _FP32_EXPONENT = 0x7F800000
 # Below this many elements one cast costs less than four arithmetic passes (measured on an AVX-512 core).
 _CAST_BELOW = 4096
@@ -116,7 +116,7 @@ def round_e4m3(values: Tensor) -> Tensor:
     if values.numel() < _CAST_BELOW or values.device.type != "cpu":
         return values.to(E4M3).to(torch.float32)
     power = (values.view(torch.int32) & _FP32_EXPONENT).view(torch.float32)
-    shift = power.clamp_min_(_E4M3_SMALLEST_NORMAL).mul_(_E4M3_SHIFT)
+    shift = power.clamp_min_(E4M3_SMALLEST_NORMAL).mul_(_E4M3_SHIFT)
     return (values + shift).sub_(shift)
 
 

@@ -16,6 +16,7 @@ from lit_qrl.formats.kernels import dispatch
 from lit_qrl.formats.numerics import (
     E4M3,
     E4M3_MAX,
+    E4M3_SMALLEST_NORMAL,
     FP4_MAX,
     check_divisible,
     fp4_values,
@@ -55,6 +56,15 @@ class NVFP4(NumberFormat):
     @property
     def bits_per_weight(self) -> float:
         return 4.0 + 8.0 / BLOCK
+
+    def dropped(self, q: QuantizedWeight) -> Tensor:
+        """Return the magnitude " 1" below which a block's scale is no normal E4M3 number, which Marlin takes for 0.
+
+        >>> f"{NVFP4().dropped(NVFP4().quantize(torch.ones(1, 16))).item():.2e}"  # 6 · 2⁻⁶ / 2688 of the largest
+        '3.49e-05'
+        """
+        assert q.global_scale is not None
+        return FP4_MAX * E4M3_SMALLEST_NORMAL / q.global_scale
 
     def check(self, name: str, shape: tuple[int, int]) -> None:
         check_divisible(self.name, name, shape, BLOCK, "Exclude the layer.")

@@ -180,6 +180,7 @@ class SentLedger(Ledger):
         super().__init__(version)
         self.format, self._shapes, self.sampled = format, dict(sampled or {}), dict(sampled or {})
         self.columns: dict[str, tuple[list[int], Tensor]] = {}
+        self.dropped: dict[str, Tensor | float] = {}
         self._wanted = {layer: _draw(f"{version}:{layer}", shape[1], columns) for layer, shape in self.sampled.items()}
         self._parts: dict[str, Tensor] = {}
 
@@ -216,15 +217,16 @@ class SentLedger(Ledger):
 
     def _close_module(self, module: str) -> None:
         if module in self._wanted and self._parts:
-            weight = self._dequantized(module)
+            weight, self.dropped[module] = self._dequantized(module)
             wanted = sorted({column % weight.shape[1] for column in self._wanted[module]})
             self.columns[module] = wanted, weight[:, torch.tensor(wanted, device=weight.device)].float().clone()
         self._parts = {}
 
-    def _dequantized(self, module: str) -> Tensor:
+    def _dequantized(self, module: str) -> tuple[Tensor, Tensor | float]:
         if self.format is None or set(self._parts) == {"weight"}:
-            return self._parts["weight"]
-        return self.format.dequantize(self.format.load(self._parts, self.sampled[module]))
+            return self._parts["weight"], 0.0
+        q = self.format.load(self._parts, self.sampled[module])
+        return self.format.dequantize(q), self.format.dropped(q)
 
     def _refuse_non_finite(self, wait: bool) -> None:
         if (name := self._checksums.first_non_finite(wait)) is not None:
@@ -366,7 +368,7 @@ def compare_columns(
         if got.shape != expected.shape:
             faults.append(Fault("shape", f"{layer}.weight", f"sent {expected.shape[0]} rows, loaded {got.shape[0]}"))
             continue
-        share = share_of_bound(got, expected, exact)
+        share = share_of_bound(got, expected, exact, sent.dropped[layer])
         wrong = float((share > 1).float().mean())
         if wrong > 0:
             much = f"by up to {float(share.max()):.2g} times what rounding may"
@@ -463,13 +465,14 @@ def column_bound(weight: Tensor, dtype: torch.dtype, exact: bool) -> Tensor:
     return bound
 
 
-def share_of_bound(got: Tensor, weight: Tensor, exact: bool) -> Tensor:
+def share_of_bound(got: Tensor, weight: Tensor, exact: bool, dropped: Tensor | float = 0.0) -> Tensor:
     """Return for each entry how far the engine's GEMM is from the weight, as a share of `column_bound`.
 
     Args:
         got: "out columns", in the dtype that the GEMM returns.
         weight: the same columns as they were sent, fp32.
         exact: True for a plain weight.
+        dropped: magnitude below which a weight may be taken for 0; see `NumberFormat.dropped`.
     """
     share = (got.to(weight) - weight).abs() / column_bound(weight, got.dtype, exact)
-    return share.nan_to_num(nan=torch.inf)
+    return share.nan_to_num(nan=torch.inf).masked_fill_((got == 0) & (weight.abs() < dropped), 0.0)

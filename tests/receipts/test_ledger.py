@@ -246,6 +246,27 @@ def test_columns_of_sampled_layers_are_those_of_the_dequantized_weight(name):
     assert [(fault.kind, fault.name) for fault in faults] == [("gemm", f"{layer}.weight")]
 
 
+def test_a_block_that_marlin_takes_for_zeros_is_no_fault_and_any_other_is():
+    format, layer = formats.get("nvfp4"), "model.layers.0.self_attn.k_proj"
+    weight = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
+    weight[5, :16] = 2e-5 * weight.abs().amax()  # its scale is a subnormal E4M3 number
+    sent = SentLedger(3, format, {layer: (64, 32)}, columns=8)
+    quantized = format.quantize(weight)
+    assert 0 < quantized.scales[5, 0].float() < 2**-6
+    list(sent.watch(iter(format.export(quantized, layer))))
+    columns, expected = sent.columns[layer]
+    assert columns[0] < 16 <= columns[-1]
+    marlin = format.dequantize(quantized)[:, columns]
+    marlin[5, torch.tensor(columns) < 16] = 0
+    assert not torch.equal(marlin, expected)
+    assert compare_columns(sent, lambda layer, columns: marlin, exact=False) == []
+    for row, value in ((5, 1e-5), (6, 0.0)):  # neither what was sent nor zero; zero where the scale is a normal number
+        wrong = marlin.clone()
+        wrong[row, 0] = value
+        faults = compare_columns(sent, lambda layer, columns, wrong=wrong: wrong, exact=False)
+        assert [fault.kind for fault in faults] == ["gemm"]
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_of_a_divided_engine_only_its_own_part_is_recorded(rank):
     """Columns of a layer whose inputs are divided, rows of one whose outputs are, and a norm that each part holds."""

@@ -16,14 +16,13 @@ from torch import Tensor, nn
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat, QuantizedWeight
+from lit_qrl.formats.numerics import E4M3_SMALLEST_NORMAL
 
 TILE_IN, TILE_OUT = 16, 64
 WORDS = TILE_IN * TILE_OUT // 8
 """Words of 32 bits that hold a tile of codes of 4 bits."""
 SCALE_SHIFT = 7
-"""Marlin keeps an E4M3 scale as the exponent and first mantissa bits of an fp16 number, times 2⁷."""
-SMALLEST_SCALE = 2.0**-6
-"""The smallest scale that this holds: below it the first exponent bit, which Marlin drops, would not be set."""
+"""Marlin keeps an E4M3 scale as the exponent, without its first bit, and mantissa bits of an fp16 number, times 2⁷."""
 
 
 def marlin_codes(words: Tensor) -> Tensor:
@@ -121,7 +120,7 @@ class MarlinNVFP4:
             return None
         assert held.scales is not None
         kept, wanted = held.scales.float(), scales.float()
-        dropped = (kept == 0) & (wanted * factor < SMALLEST_SCALE)
+        dropped = (kept == 0) & (wanted * factor < E4M3_SMALLEST_NORMAL)
         return found if bool(((kept == wanted) | dropped).all()) else None
 
 
