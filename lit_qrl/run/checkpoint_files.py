@@ -30,6 +30,7 @@ from torch.utils import _pytree as pytree
 
 from lit_qrl.errors import ConfigError, StoppedError, listed, not_written, out_of_memory
 from lit_qrl.run.folder import shown
+from lit_qrl.run.host_memory import HostMemory
 
 _staging: ContextVar[bool] = ContextVar("staging", default=False)
 
@@ -67,14 +68,14 @@ def staging() -> Iterator[None]:
 class CheckpointFiles:
     """Writes one checkpoint at a time, in a thread of its own.
 
-    `save` copies every tensor into buffers on the host, which the next save uses again, and returns; the thread writes
+    `save` copies every tensor into memory of the host, which the next save uses again, and returns; the thread writes
     the file beside its place, forces it to the disk, and moves it there, so that whoever reads finds the previous
     checkpoint or the new one. Further targets are names of the same file where the disk can give one more than one. An
     error of the thread is raised by the next `save` or `wait`.
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
+        self._memories = {pinned: HostMemory(pinned) for pinned in (True, False)}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._target = Path()
@@ -114,29 +115,21 @@ class CheckpointFiles:
         return self._thread is not None and self._thread.is_alive()
 
     def _stage(self, checkpoint: dict[str, Any]) -> Any:
-        """Return the checkpoint with every tensor in a buffer on the host."""
+        """Return the checkpoint with every tensor on the host."""
         leaves, structure = pytree.tree_flatten(checkpoint)
-        free, self._buffers = self._buffers, defaultdict(list)
+        for memory in self._memories.values():
+            memory.reset()
         copies: dict[tuple[Any, ...], Tensor] = {}
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
                 key = leaf.data_ptr(), leaf.dtype, leaf.size(), leaf.stride()
                 if key not in copies or not leaf.numel():  # tied weights are one tensor in the file too
-                    copies[key] = self._copy(leaf.detach(), free)
+                    on_gpu = leaf.device.type == "cuda"
+                    copies[key] = self._memories[on_gpu].like(leaf).copy_(leaf.detach(), non_blocking=on_gpu)
                 leaves[index] = copies[key]
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return pytree.tree_unflatten(leaves, structure)
-
-    def _copy(self, tensor: Tensor, free: dict[tuple[Any, ...], list[Tensor]]) -> Tensor:
-        on_gpu = tensor.device.type == "cuda"
-        kind = tensor.dtype, tensor.shape, on_gpu
-        found = free[kind].pop() if free.get(kind) else None
-        if found is None:
-            found = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
-        found.copy_(tensor, non_blocking=on_gpu)
-        self._buffers[kind].append(found)
-        return found
 
     def _write(self, staged: Any, targets: list[Path]) -> None:
         for target in targets:

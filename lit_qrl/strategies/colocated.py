@@ -13,6 +13,7 @@ from lit_qrl.errors import ConfigError, within_memory
 from lit_qrl.optim.masters import MasterWeights
 from lit_qrl.rollout.engine import RolloutEngine, Sleeps
 from lit_qrl.run.description import Described
+from lit_qrl.run.host_memory import HostMemory
 from lit_qrl.strategies.sharded import check_strategy
 
 _HOST_REMEDY = "Set trainer.strategy.offload_optimizer to false, or run where the host has more memory."
@@ -146,6 +147,7 @@ class OffloadedState:
     """
 
     def __init__(self) -> None:
+        self._memory = HostMemory(pinned=torch.cuda.is_available())
         self._buffers: dict[tuple[int, str], Tensor] = {}
         self._homes: dict[tuple[int, str], torch.device] = {}
 
@@ -164,8 +166,7 @@ class OffloadedState:
                 continue
             buffer = self._buffers.get(key)
             if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-                buffer = torch.empty_like(tensor, device="cpu", pin_memory=torch.cuda.is_available())
-                self._buffers[key] = buffer
+                self._buffers[key] = buffer = self._memory.like(tensor)
             buffer.copy_(tensor, non_blocking=True)
             self._homes[key] = tensor.device
             state[name] = buffer
