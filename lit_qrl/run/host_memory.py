@@ -11,8 +11,8 @@ ALIGNED = 64
 class HostMemory:
     """Hands out tensors that lie side by side in few chunks, the same memory again after `reset`.
 
-    torch pins each tensor by itself and rounds its bytes up to a power of two: weights, low bits and AdamW's states of a
-    model of 7 billion parameters so take 162 GiB instead of 85. Here they take 86: chunks are powers of two, each as
+    torch pins each tensor by itself and rounds its bytes up to a power of two: weights, low bits and AdamW's states of
+    a model of 7 billion parameters so take 162 GiB instead of 85. Here they take 86: chunks are powers of two, each as
     large as all before it until they are the largest.
 
     Args:
