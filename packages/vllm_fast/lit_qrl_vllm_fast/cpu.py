@@ -96,6 +96,11 @@ def of_the_run(original: Any) -> Any:
     return init_cpu_shm
 
 
+def without(original: Any) -> Any:
+    """Return a function that says no."""
+    return lambda: False
+
+
 _OPS = "vllm._custom_ops"
 _ROTARY = "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding"
 _PUNICA = "vllm.lora.punica_wrapper.punica"
@@ -109,6 +114,14 @@ CHANGES = (
         {f"{_OPS}:scaled_fp8_quant": lambda original: scaled_fp8_quant},
         device="cpu",
         sources={f"{_OPS}:scaled_fp8_quant": ("27cb2a41",)},
+    ),
+    Patch(
+        "amx_kernels",
+        Versions("0.26"),
+        "the kernels for AMX take 16-bit inputs alone, and leave activations as they are where a format quantizes them",
+        "in fp32 int8_channel ends the process, and on such a CPU a format is computed otherwise than on others",
+        {"torch.cpu:_is_amx_tile_supported": without},
+        device="cpu",
     ),
     Patch(
         "onednn_operands",
