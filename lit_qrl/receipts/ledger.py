@@ -474,5 +474,6 @@ def share_of_bound(got: Tensor, weight: Tensor, exact: bool, dropped: Tensor | f
         exact: True for a plain weight.
         dropped: magnitude below which a weight may be taken for 0; see `NumberFormat.dropped`.
     """
-    share = (got.to(weight) - weight).abs() / column_bound(weight, got.dtype, exact)
+    bound, got = column_bound(weight, got.dtype, exact), got.to(weight)  # which may come from another device
+    share = (got - weight).abs() / bound
     return share.nan_to_num(nan=torch.inf).masked_fill_((got == 0) & (weight.abs() < dropped), 0.0)
