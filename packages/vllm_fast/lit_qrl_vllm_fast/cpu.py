@@ -101,7 +101,22 @@ def without(original: Any) -> Any:
     return lambda: False
 
 
+def by_torch(original: Any) -> Any:
+    """Return the product of FP8 codes without oneDNN, as torch computes it on other CPUs."""
+
+    def apply_scaled_mm(kernel: Any, **operands: Any) -> Tensor:
+        before = torch._C._get_mkldnn_enabled()
+        torch._C._set_mkldnn_enabled(False)
+        try:
+            return original(kernel, **operands)
+        finally:
+            torch._C._set_mkldnn_enabled(before)
+
+    return apply_scaled_mm
+
+
 _OPS = "vllm._custom_ops"
+_PRODUCTS = "vllm.model_executor.kernels.linear.scaled_mm.pytorch"
 _ROTARY = "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding"
 _PUNICA = "vllm.lora.punica_wrapper.punica"
 _SHM = "vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed._init_cpu_shm"
@@ -121,6 +136,17 @@ CHANGES = (
         "the kernels for AMX take 16-bit inputs alone, and leave activations as they are where a format quantizes them",
         "in fp32 int8_channel ends the process, and on such a CPU a format is computed otherwise than on others",
         {"torch.cpu:_is_amx_tile_supported": without},
+        device="cpu",
+    ),
+    Patch(
+        "fp8_products",
+        Versions("0.26"),
+        "torch multiplies FP8 codes by oneDNN where the CPU has AMX, whose product is a reference there",
+        "256 rows by 128 × 384 weights take 400 ms instead of 0.6",
+        {
+            f"{_PRODUCTS}:{scales}TorchFP8ScaledMMLinearKernel.apply_scaled_mm": by_torch
+            for scales in ("PerTensor", "ChannelWise")
+        },
         device="cpu",
     ),
     Patch(

@@ -29,6 +29,29 @@ def test_activations_are_quantized_as_a_loop_does(by_token, fake):
     assert torch.equal(fixed.float(), (x / 0.5).clamp(-448, 448).to(torch.float8_e4m3fn).float())
 
 
+def test_products_of_codes_are_made_without_onednn_and_it_is_there_again(fake):
+    seen = []
+
+    class Kernel:
+        def apply_scaled_mm(self, *, A):
+            seen.append(torch._C._get_mkldnn_enabled())
+            return A
+
+    names = [f"{scales}TorchFP8ScaledMMLinearKernel" for scales in ("PerTensor", "ChannelWise")]
+    kernels = {name: type(name, (Kernel,), {"apply_scaled_mm": Kernel.apply_scaled_mm}) for name in names}
+    fake("vllm.model_executor.kernels.linear.scaled_mm.pytorch", **kernels)
+    PATCHES["fp8_products"].make()
+    before = torch._C._get_mkldnn_enabled()
+    assert [kernel().apply_scaled_mm(A=3) for kernel in kernels.values()] == [3, 3]
+    assert (seen, torch._C._get_mkldnn_enabled()) == ([False, False], before)
+
+
+def test_no_kernel_for_amx_is_taken(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    PATCHES["amx_kernels"].make()
+    assert torch.cpu._is_amx_tile_supported() is False
+
+
 def test_the_handle_holds_what_it_was_made_of(fake):
     made = []
 
