@@ -97,7 +97,7 @@ def of_the_run(original: Any) -> Any:
 
 
 def without(original: Any) -> Any:
-    """Return a function that says no."""
+    """Return the question for a kind of instruction, answered with no."""
     return lambda: False
 
 
