@@ -13,6 +13,7 @@ full-1.5b, full-3b  full fine-tuning in bf16 over fp32 masters, or without them 
 short-1.5b, uneven-1.5b  the same with 64 tokens; with up to 2048, where one token in 500 ends a completion
 full-7b    the same with AdamW of 8 bits
 lora-7b    LoRA of rank 32 on all linear layers in bf16, TIS
+lora-1.5b  the same
 qerl-32b   NVFP4 base from a quantized folder under a LoRA of rank 32
 parts-3b, parts-8b  full fine-tuning with fp32 masters in parts (`ShardedStrategy`) on `--devices` GPUs, a vLLM on each
 apart-8b   lora-7b at 8B, the adapter merged into each publish, vLLM in a process of its own on another GPU
@@ -23,6 +24,8 @@ moe-30b    Qwen3-30B-A3B's shape, drawn at random and packed layer by layer: att
 
     python benchmarks/iteration.py --cases full-3b --arms bf16 fp8_row UnifiedFP8 QATAligned --checkpoints none
     python benchmarks/iteration.py --cases lora-7b --arms bf16 fp8_row PackedLoRA-fp8_row --checkpoints none
+    exact="--set --data.engine.init_args.batch_invariant true"
+    python benchmarks/iteration.py --cases full-1.5b --arms bf16 QATAligned-int4_group --checkpoints none $exact
     python benchmarks/iteration.py --cases parts-8b --devices 2 --checkpoints none
     python benchmarks/iteration.py --cases apart-8b --arms fp8_row --schedules on_policy one_step_off --checkpoints none
     python benchmarks/iteration.py --cases apart-8b --transfer ipc nccl --iterations 6 --checkpoints none
@@ -146,6 +149,7 @@ CASES: dict[str, dict[str, Any]] = {
         "optimizer": "bitsandbytes.optim.AdamW8bit",
         "drawn": True,
     },
+    "lora-1.5b": {"shape": "1.5b", "prompts": 16, "completion": 512, "micro_batches": 8, "lora": LORA},
     "lora-7b": {"shape": "7b", "prompts": 16, "completion": 512, "micro_batches": 16, "lora": LORA},
     "qerl-32b": {"shape": "32b", "prompts": 4, "completion": 300, "micro_batches": 8, "lora": LORA, "format": "nvfp4"},
     "apart-8b": {"shape": "8b", "prompts": 8, "completion": 384, "micro_batches": "auto", "lora": LORA, "apart": True}
@@ -158,8 +162,12 @@ PLUGINS: dict[str, dict[str, Any]] = {
     "QATAligned": {"class_path": "QATAligned", "init_args": {"weights": "fp8_row"}},
     "UnifiedFP8": {"class_path": "UnifiedFP8", "init_args": {}},
     **{
+        f"QATAligned-{format}": {"class_path": "QATAligned", "init_args": {"weights": format}}
+        for format in ("fp8_block", "int4_group")
+    },
+    **{
         f"PackedLoRA-{format}": {"class_path": "PackedLoRA", "init_args": {"format": format, "autocast": "bf16"}}
-        for format in ("fp8_row", "fp8_block")
+        for format in ("fp8_row", "fp8_block", "int4_group")
     },
 }
 ARMS = ("bf16", "fp8_row", *PLUGINS, "nvfp4", "int4_group")
