@@ -1,68 +1,131 @@
 """What the runs say of the claims in README.md: seed by seed, with an interval, and Holm's rule within each letter.
 
-    python examples/real_study/claims.py runs/real_study --distilled runs/distilled --curves curves.csv
+    python examples/real_study/claims.py docs/figures/evidence/real/curves.csv
+    python examples/real_study/claims.py runs/study curves.csv --distilled runs/distilled --curves all.csv
 
-Prints a table. A claim that no two seeds have the runs for is "not run". `--curves` writes every row of the runs'
-metrics, and as row `learner` what their last weights reach unquantized.
+Prints a table. Each path is a folder of runs or the rows that `--curves` wrote of one; the first that has an arm and a
+seed counts. A claim that no two seeds have the runs for is "not run". `--curves` writes every row of the runs that have
+finished, and as row `learner` what their last weights reach unquantized.
 """
 
 import argparse
 import csv
 import math
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, linear_regression
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in ("", "evidence_study")]
 
 from paired import holm, paired_test  # noqa: E402  beside this folder
-from study_report import T_QUANTILES, detectable, of_learner, standard_error  # noqa: E402
+from study_report import T_QUANTILES, detectable, standard_error  # noqa: E402
 
 from lit_qrl.report.run import Run  # noqa: E402
 
-Read = Callable[[Run], float | None]
-"""What is taken of a run; None where it is not there."""
 ALPHA = 0.05
 COLUMNS = ("reward/mean", "rollout/stopped", "mismatch/kl_k3", "mismatch/abs_log_ratio", "mismatch/ess_ratio")
 COLUMNS += ("mismatch/weight_cv", "correction/alpha", "val/accuracy", "val/greedy_pass@1", "val/stopped")
 COLUMNS += ("update/entropy", "update/reference_kl", "guard/reverted", "publish/merge_lost")
 """What is kept of a row."""
+LEARNER = "learner"
 
 
-def sampler(run: Run) -> float | None:
+@dataclass
+class Curves:
+    """A run's rows in order, and that of its last weights, evaluated unquantized."""
+
+    rows: list[dict[str, float]] = field(default_factory=list)
+    learner: dict[str, float] = field(default_factory=dict)
+
+    def of(self, name: str) -> list[float]:
+        """Return the values of a column."""
+        return [row[name] for row in self.rows if name in row]
+
+
+Known = dict[tuple[str, int], Curves]
+"""Runs by arm and seed."""
+Read = Callable[[Curves], float | None]
+"""What is taken of a run; None where it is not there."""
+
+
+def of_folder(folder: Path) -> Known:
+    """Return the finished runs under a folder."""
+    found: Known = {}
+    for metrics in sorted(folder.glob("*/[0-9]*/metrics.csv")):
+        run = Run(metrics.parent)
+        after = sorted(run.folder.glob("validate/*/metrics.csv"))[-1:]
+        if run.status == "finished":
+            learner = kept(Run(after[0].parent).rows[0]) if after else {}
+            found[run.folder.parent.name, int(run.folder.name)] = Curves([kept(row) for row in run.rows], learner)
+    return found
+
+
+def kept(row: dict[str, float]) -> dict[str, float]:
+    """Return the columns of a row that are kept."""
+    return {name: float(f"{row[name]:.6g}") for name in COLUMNS if name in row}
+
+
+def of_table(path: Path) -> Known:
+    """Return the runs that `write_curves` wrote."""
+    found: Known = {}
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            run = found.setdefault((row["arm"], int(row["seed"])), Curves())
+            values = {name: float(row[name]) for name in COLUMNS if row[name]}
+            if row["row"] == LEARNER:
+                run.learner = values
+            else:
+                run.rows.append(values)
+    return found
+
+
+def known(paths: Iterable[Path]) -> Known:
+    """Return the runs of all paths; the first path that has an arm and a seed counts."""
+    found: Known = {}
+    for path in paths:
+        found = (of_folder(path) if path.is_dir() else of_table(path)) | found
+    return found
+
+
+def sampler(run: Curves) -> float | None:
     """Return the sampler's accuracy at the end."""
-    return run.accuracy.last
+    return run.of("val/accuracy")[-1] if run.of("val/accuracy") else None
 
 
-def gained(run: Run) -> float | None:
+def learner(run: Curves) -> float | None:
+    """Return the accuracy of the last weights, unquantized."""
+    return run.learner.get("val/accuracy")
+
+
+def gained(run: Curves) -> float | None:
     """Return what the sampler's accuracy has gained over that before training."""
-    values = run.accuracy.values
+    values = run.of("val/accuracy")
     return values[-1] - values[0] if len(values) > 1 else None
 
 
-def entropy(run: Run) -> float | None:
+def entropy(run: Curves) -> float | None:
     """Return the mean entropy of the first 20 iterations."""
-    values = run.series("update/entropy").values
+    values = run.of("update/entropy")
     return fmean(values[:20]) if values else None
 
 
-def log_gap(run: Run) -> float | None:
+def log_gap(run: Curves) -> float | None:
     """Return the log of the mean |log-ratio| over all iterations."""
-    found = run.series("mismatch/abs_log_ratio").mean
-    return math.log(found) if found else None
+    values = run.of("mismatch/abs_log_ratio")
+    return math.log(fmean(values)) if values else None
 
 
-def drift(run: Run) -> float | None:
+def drift(run: Curves) -> float | None:
     """Return the slope of log KL from iteration 10 on, per iteration."""
-    values = run.series("mismatch/kl_k3").values[9:]
+    values = run.of("mismatch/kl_k3")[9:]
     return linear_regression(range(len(values)), [math.log(one) for one in values]).slope if len(values) > 1 else None
 
 
-def falling(run: Run) -> float | None:
+def falling(run: Curves) -> float | None:
     """Return the log of the KL to the teacher, last five iterations over first five."""
-    values = run.series("update/reference_kl").values
+    values = run.of("update/reference_kl")
     return math.log(fmean(values[-5:]) / fmean(values[:5])) if len(values) > 9 else None
 
 
@@ -116,35 +179,31 @@ CLAIMS = (
     *(Claim("D5", f"distillation+none+aligned_{one}", f"grpo+none+aligned_{one}", apart=True) for one in FORMATS),
     *(Claim("D6", f"distillation+none+aligned_{one}", None, read=gained, apart=True) for one in FORMATS),
     Claim("U1", "adaptive+tis_2+int4_group", "grpo+tis_2+int4_group"),
-    Claim("M1", f"{INT4}+revert", INT4, read=of_learner),
+    Claim("M1", f"{INT4}+revert", INT4, read=learner),
     Claim("L1", f"{BF16_LORA}+beside", BF16_LORA, margin=-0.02),
     Claim("L2", f"{BF16_LORA}+beside", BF16_LORA, -1, log_gap),
     Claim("X1", "grpo+none+mxfp8", BF16, margin=-0.02),
 )
 
 
-def figures(folder: Path, arm: str, read: Read) -> dict[int, float]:
-    """Return the figure of an arm's finished runs by seed."""
-    runs = {int(one.name): Run(one) for one in (folder / arm).glob("[0-9]*") if (one / "metrics.csv").exists()}
-    found = {seed: read(run) for seed, run in sorted(runs.items()) if run.status == "finished"}
+def figures(runs: Known, arm: str, read: Read) -> dict[int, float]:
+    """Return the figure of an arm's runs by seed."""
+    found = {seed: read(run) for (name, seed), run in sorted(runs.items()) if name == arm}
     return {seed: value for seed, value in found.items() if value is not None}
 
 
-def differences(claim: Claim, folder: Path, distilled: Path | None) -> list[float]:
+def differences(claim: Claim, runs: Known, distilled: Known) -> list[float]:
     """Return the claim's figure seed by seed, over its margin."""
-    ours = distilled if claim.apart else folder
-    if ours is None:
-        return []
-    found = figures(ours, claim.arm, claim.read)
+    found = figures(distilled if claim.apart else runs, claim.arm, claim.read)
     if claim.against is not None:
-        theirs = figures(folder, claim.against, claim.read)
+        theirs = figures(runs, claim.against, claim.read)
         found = {seed: value - theirs[seed] for seed, value in found.items() if seed in theirs}
     return [value - claim.margin for value in found.values()]
 
 
-def table(folder: Path, distilled: Path | None = None) -> list[str]:
+def table(runs: Known, distilled: Known) -> list[str]:
     """Return the lines of the table."""
-    gaps = [differences(claim, folder, distilled) for claim in CLAIMS]
+    gaps = [differences(claim, runs, distilled) for claim in CLAIMS]
     adjusted: dict[str, float] = {}
     for letter in dict.fromkeys(claim.name[0] for claim in CLAIMS):
         mine = [at for at, claim in enumerate(CLAIMS) if claim.name[0] == letter and len(gaps[at]) > 1]
@@ -163,30 +222,27 @@ def table(folder: Path, distilled: Path | None = None) -> list[str]:
     return lines
 
 
-def write_curves(folder: Path, path: Path) -> None:
-    """Write the rows of every run under a folder, with six digits."""
+def write_curves(runs: Known, path: Path) -> None:
+    """Write every row of the runs."""
     with path.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["arm", "seed", "row", *COLUMNS])
-        for metrics in sorted(folder.glob("*/*/metrics.csv")):
-            after = sorted(metrics.parent.glob("validate/*/metrics.csv"))[-1:]
-            rows = [*enumerate(Run(metrics.parent).rows), *(("learner", Run(one.parent).rows[0]) for one in after)]
-            for number, row in rows:
-                kept = (row.get(name) for name in COLUMNS)
-                told = ["" if value is None else f"{float(value):.6g}" for value in kept]
-                writer.writerow([metrics.parent.parent.name, metrics.parent.name, number, *told])
+        for (arm, seed), run in sorted(runs.items()):
+            for number, row in [*enumerate(run.rows), *([(LEARNER, run.learner)] if run.learner else [])]:
+                writer.writerow([arm, seed, number, *(f"{row[name]:.6g}" if name in row else "" for name in COLUMNS)])
 
 
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="folder of the study's runs")
-    parser.add_argument("--distilled", type=Path, help="folder of the runs that began at the trained weights")
+    parser.add_argument("paths", type=Path, nargs="+", help="folders of runs, or rows that --curves wrote")
+    parser.add_argument("--distilled", type=Path, nargs="*", default=[], help="the same, of runs from trained weights")
     parser.add_argument("--curves", type=Path, help="where to write the rows of all runs")
     asked = parser.parse_args()
+    runs = known(asked.paths)
     if asked.curves:
-        write_curves(asked.folder, asked.curves)
-    print("\n".join(table(asked.folder, asked.distilled)))
+        write_curves(runs, asked.curves)
+    print("\n".join(table(runs, known(asked.distilled))))
 
 
 if __name__ == "__main__":

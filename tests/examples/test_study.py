@@ -265,6 +265,16 @@ def test_what_was_foretold_of_the_real_runs_is_what_the_page_says(study, capsys)
     assert [cell.strip() for cell in told[2][:3]] == ["24", "10", "0.836"]
 
 
+def test_the_page_has_the_claims_table_of_the_rows_beside_it(study):
+    docs = EXAMPLES.parent / "docs"
+    with importing("", "evidence_study", "real_study") as module:
+        claims = module("claims")
+        lines = claims.table(claims.known([docs / "figures" / "evidence" / "real" / "curves.csv"]), {})
+    decided = [line for line in lines if not line.endswith("| not run |")]
+    assert len(decided) > 15
+    assert "\n".join(decided) in (docs / "studies" / "evidence.md").read_text()
+
+
 def test_claims_of_the_real_study_are_tested_over_seeds_and_by_block(study, tmp_path):
     arms = {
         "grpo+none+bf16": ((0.10, 0.300), (0.11, 0.310), (0.12, 0.320)),
@@ -277,9 +287,11 @@ def test_claims_of_the_real_study_are_tested_over_seeds_and_by_block(study, tmp_
         fake_run(study, job, arms[job.arm][job.seed])
     with importing("", "evidence_study", "real_study") as module:
         claims = module("claims")
-        rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in claims.table(tmp_path)[2:]]
+        runs = claims.known([tmp_path])
+        rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in claims.table(runs, {})[2:]]
         assert {claim.arm for claim in claims.CLAIMS} <= set(whole.arms)
-        claims.write_curves(tmp_path, tmp_path / "curves.csv")
+        claims.write_curves(runs, tmp_path / "curves.csv")
+        assert claims.known([tmp_path / "curves.csv"]) == runs
     with (tmp_path / "curves.csv").open(newline="") as file:
         curves = list(csv.DictReader(file))
     assert len(curves) == 4 * 3 * 2
