@@ -207,30 +207,15 @@ def let_go() -> None:
                 above.rmdir()  # ends at the first that is not empty
 
 
-ATTEMPTS = 20
-"""To make a folder that another process of the run makes and removes at the same moment."""
-
-
 def check_place(run_folder: Path) -> None:
-    """Raise `ConfigError` for a run folder that cannot be made or written; leave no empty one behind."""
-    for attempt in range(ATTEMPTS):
-        made: list[Path] = []
+    """Raise `ConfigError` for a run folder that cannot be made or written; nothing is made to find out."""
+    for place in (run_folder.absolute(), *run_folder.absolute().parents):
         try:
-            for folder in reversed(absent(run_folder)):
-                folder.mkdir(exist_ok=True)
-                made.append(folder)
-            with tempfile.TemporaryFile(dir=run_folder):
+            with tempfile.TemporaryFile(dir=place):
                 return
-        except (FileNotFoundError, FileExistsError) as error:  # another process takes away what it made to look
-            if attempt == ATTEMPTS - 1 or Path(error.filename).is_file():
+        except OSError as error:  # what is not there yet is made in the folder above
+            if not isinstance(error, FileNotFoundError) or place.is_symlink():
                 raise _unwritable(run_folder, error) from error
-            time.sleep(0.01 * attempt)
-        except OSError as error:
-            raise _unwritable(run_folder, error) from error
-        finally:
-            with suppress(OSError):  # another run has begun to write there
-                for folder in reversed(made):
-                    folder.rmdir()
 
 
 def absent(folder: Path) -> list[Path]:
