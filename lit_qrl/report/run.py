@@ -196,18 +196,18 @@ class Run:
     @property
     def layers(self) -> dict[str, str]:
         """For every tensor name the format that was loaded at the last publish."""
-        layers = self.publish.get("layers") if isinstance(self.publish, dict) else None
+        layers = self.publish.get("layers")
         return {str(name): str(format) for name, format in layers.items()} if isinstance(layers, dict) else {}
 
     @property
     def sizes(self) -> dict[str, int]:
         """For every tensor name the bytes that were sent of it; empty where the run did not say."""
-        sizes = self.publish.get("sizes") if isinstance(self.publish, dict) else None
+        sizes = self.publish.get("sizes")
         return {str(name): int(n) for name, n in sizes.items() if _number(n)} if isinstance(sizes, dict) else {}
 
     def share(self, kind: str) -> float | None:
         """Return the `quantized` or `verified` share of the sampler, or None where the run did not say."""
-        return _number(self.publish.get(f"{kind}_share")) if isinstance(self.publish, dict) else None
+        return _number(self.publish.get(f"{kind}_share"))
 
     @property
     def format(self) -> str | None:
