@@ -153,20 +153,18 @@ def located(error: ConfigError, args: Sequence[str]) -> ConfigError:
         error: that begins with its key.
         args: of the command line.
     """
+    import yaml
+
     found = _KEY.match(str(error))
     key = ".".join(filter(None, found.groups())) if found else ""
     if not key or any(arg.startswith(f"--{key}") for arg in args):
         return error
     for file in reversed([*config_files(expanded(args))]):
-        if not _NO_FILE.search(file) and (line := _line(_node(Path(file).expanduser()), key.split("."))):
-            return ConfigError(f"{file}, line {line}: {error}")
+        if not _NO_FILE.search(file):
+            node = yaml.compose(Path(file).expanduser().read_text(encoding="utf-8"), yaml.SafeLoader)
+            if line := _line(node, key.split(".")):
+                return ConfigError(f"{file}, line {line}: {error}")
     return error
-
-
-def _node(path: Path) -> Any:
-    import yaml
-
-    return yaml.SafeLoader(path.read_text(encoding="utf-8")).get_single_node()
 
 
 def _line(node: Any, parts: Sequence[str]) -> int | None:
