@@ -62,11 +62,8 @@ class RunCheckpoint(Described, Checkpoint):
     def setup(self, trainer: Trainer, pl_module: "GRPOModule", stage: str) -> None:
         """Refuse a folder that cannot be written, before anything is computed."""
         self._requeueing = ends_where_requeued()
-        if stage != "fit":
-            return
-        folder = Path(trainer.default_root_dir) / "checkpoints"
-        check_place(folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        if stage == "fit":
+            check_place(Path(trainer.default_root_dir) / "checkpoints")
 
     def on_train_start(self, trainer: Trainer, pl_module: "GRPOModule") -> None:
         """Take over Ctrl-C and SIGTERM."""
@@ -195,6 +192,7 @@ class RunCheckpoint(Described, Checkpoint):
         if trainer.fast_dev_run:  # pyright: ignore[reportAttributeAccessIssue]
             return
         folder = Path(trainer.default_root_dir) / "checkpoints"
+        folder.mkdir(parents=True, exist_ok=True)
         targets = [folder / f"{name}.ckpt" for name in ("last", *([copy] if copy else []))]
         with _staged(trainer, self._files, targets):
             trainer.save_checkpoint(targets[0], weights_only=False)  # optimizer and loops too

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from importlib.util import find_spec
 from inspect import isabstract
 from pathlib import Path
 from pkgutil import resolve_name
@@ -67,7 +66,7 @@ from lit_qrl.run.checkpoint_files import check_identity, read_checkpoint
 from lit_qrl.run.config import RunConfig
 from lit_qrl.run.console import BEGAN, LOG_FILE, kept_from_the_screen, quiet
 from lit_qrl.run.event_log import METRICS_FILE
-from lit_qrl.run.folder import RunLock, absent, keep_last, let_go, place, remove_empty, shown
+from lit_qrl.run.folder import RunLock, keep_last, let_go, place, shown
 from lit_qrl.run.interrupt import Interrupted, InterruptedTogether, check_process
 from lit_qrl.run.loggers import RunCSVLogger
 from lit_qrl.run.stop import stop_where_short
@@ -154,7 +153,6 @@ class QRLCLI(LightningCLI):
     """What lasts as long as the command."""
     dry_run: bool | float
     """Whether nothing is loaded, or the GiB of the GPU that is judged for."""
-    absent: list[Path]
     folder: Path | None
     """Of the run, once it is known."""
 
@@ -163,7 +161,7 @@ class QRLCLI(LightningCLI):
         """Parse `args`, build everything, and run the command."""
         quiet()
         let_place_be_left_out()
-        cls.arguments, cls.lock, cls.parts, cls.absent, cls.folder = args, RunLock(), ExitStack(), [], None
+        cls.arguments, cls.lock, cls.parts, cls.folder = args, RunLock(), ExitStack(), None
         try:
             return cls(
                 GRPOModule,
@@ -182,7 +180,6 @@ class QRLCLI(LightningCLI):
             cls.parts.close()
             cls.lock.release()
             let_go()
-            remove_empty(cls.absent)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse the arguments; what is wrong with a reward function is said in its own words."""
@@ -279,9 +276,8 @@ class QRLCLI(LightningCLI):
             say(f"Not in the working directory, so taken from {SHIPPED}: {', '.join(ours)}.")
         config.ckpt_path = resolve_checkpoint(requested, run, if_possible)
         if command == "fit" and getattr(rank_zero_only, "rank", 0) == 0:
-            if self.dry_run:
-                self.absent.extend(absent(folder / "checkpoints"))
-            self.lock.take(folder)
+            if not self.dry_run or folder.is_dir():  # a dry run makes none
+                self.lock.take(folder)
             if (not self.dry_run or config.ckpt_path is None) and not (last and config.ckpt_path):
                 keep_last(folder, config.ckpt_path)  # a damaged one is written over, where an older one is taken
         if not self.dry_run:
@@ -619,7 +615,7 @@ def completion(shell: str, commands: Mapping[str, str]) -> str:
         commands: those that are functions, and what each does.
 
     Raises:
-        ConfigError: for another shell, or without shtab.
+        ConfigError: for another shell.
     """
     if shell not in SHELLS:
         raise ConfigError(
@@ -628,8 +624,6 @@ def completion(shell: str, commands: Mapping[str, str]) -> str:
             given=shell or None,
             remedy=nearest(shell, SHELLS) if shell else "Name one.",
         )
-    if find_spec("shtab") is None:
-        raise ConfigError("Tab completion needs shtab.", remedy="pip install shtab")
     _AllParsers.others = commands
     try:
         _AllParsers.run(["fit"])

@@ -218,22 +218,6 @@ def check_place(run_folder: Path) -> None:
                 raise _unwritable(run_folder, error) from error
 
 
-def absent(folder: Path) -> list[Path]:
-    """Return a folder and those above it that do not exist, the innermost first."""
-    missing, place = [], folder.absolute()
-    while not place.exists() and place != place.parent:
-        missing.append(place)
-        place = place.parent
-    return missing
-
-
-def remove_empty(folders: Iterable[Path]) -> None:
-    """Remove folders that are there and empty, in their order."""
-    for folder in folders:
-        with suppress(OSError):  # not there, or not empty
-            folder.rmdir()
-
-
 def _unwritable(folder: Path, error: OSError) -> ConfigError:
     return ConfigError(
         "The run folder cannot be written.",
