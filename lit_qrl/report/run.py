@@ -217,12 +217,12 @@ class Run:
             return max(sorted(set(quantized)), key=quantized.count)
         if self.layers:
             return max(sorted(set(self.layers.values())), key=list(self.layers.values()).count)
-        return short_name(self._started("format") or self.setting("publisher", "format"))
+        return short_name(self.setting("publisher", "format"))
 
     @property
     def correction(self) -> str | None:
         """Names of the corrections, joined; `none` when the run says that it has none."""
-        names = self._started("corrections")
+        names = self.started.get("corrections")
         if not isinstance(names, list):
             callbacks = self.setting("trainer", "callbacks")
             if not self.config:
@@ -232,12 +232,6 @@ class Run:
                 short_name(c) for c in listed if not _class_path(c).startswith(("lightning.", "pytorch_lightning."))
             ]
         return " + ".join(str(name) for name in names) or "none"
-
-    def _started(self, key: str) -> Any:
-        for event in reversed(self.events):
-            if event.get("kind") == "start" and event.get(key) is not None:
-                return event[key]
-        return None
 
     @property
     def started(self) -> dict[str, Any]:
@@ -421,12 +415,9 @@ def by_configuration(runs: Sequence[Run]) -> list[list[int]]:
     """
     groups: dict[str, list[int]] = {}
     for index, run in enumerate(runs):
-        groups.setdefault(_identity(run) or f"alone {index}", []).append(index)
+        settings = json.dumps(_without(run.config, ""), sort_keys=True, default=str) if run.config else ""
+        groups.setdefault(settings or f"alone {index}", []).append(index)
     return list(groups.values())
-
-
-def _identity(run: Run) -> str:
-    return json.dumps(_without(run.config, ""), sort_keys=True, default=str) if run.config else ""
 
 
 def _without(value: Any, path: str) -> Any:

@@ -240,12 +240,9 @@ def _layers(run: Run) -> page.Section | None:
 
 
 def _config(run: Run) -> page.Section | None:
-    text = run.config_text.strip()
-    return (
-        page.Section("config", "Configuration", "config.html", note="config.yaml of this run", text=text)
-        if text
-        else None
-    )
+    if not (text := run.config_text.strip()):
+        return None
+    return page.Section("config", "Configuration", "config.html", note="config.yaml of this run", text=text)
 
 
 def _is_time(value: Any) -> bool:
