@@ -7,9 +7,8 @@ import shlex
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from inspect import isabstract
 from pathlib import Path
 from pkgutil import resolve_name
@@ -491,20 +490,21 @@ def leave_in_place(strategy: Strategy) -> None:
     Args:
         strategy: of a Trainer that ends with its process.
     """
-    strategy.teardown = partial(_teardown, strategy, strategy.teardown)
+    teardown = strategy.teardown
 
-
-def _teardown(strategy: Strategy, teardown: Callable[[], None]) -> None:
-    module, optimizers = strategy.lightning_module, strategy.optimizers
-    strategy.optimizers = []
-    if module is not None:
-        module.cpu = lambda: module  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        teardown()
-    finally:  # what a run stopped for is told after this, with what its learner held
-        strategy.optimizers = optimizers
+    def in_place() -> None:
+        module, optimizers = strategy.lightning_module, strategy.optimizers
+        strategy.optimizers = []
         if module is not None:
-            del module.cpu
+            module.cpu = lambda: module  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            teardown()
+        finally:  # what a run stopped for is told after this, with what its learner held
+            strategy.optimizers = optimizers
+            if module is not None:
+                del module.cpu
+
+    strategy.teardown = in_place
 
 
 def again(arguments: Sequence[str]) -> str:

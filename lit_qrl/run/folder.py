@@ -172,10 +172,12 @@ def new_folder(base: Path) -> Path:
         return next_free(base)
     folder = next_free(base)
     try:
-        base.mkdir(parents=True, exist_ok=True)
-        while not _make(folder):
-            folder = next_free(base)
+        while True:
             base.mkdir(parents=True, exist_ok=True)
+            with suppress(FileExistsError, FileNotFoundError):  # another run took it, or took its empty parent away
+                folder.mkdir()
+                break
+            folder = next_free(base)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
@@ -183,14 +185,6 @@ def new_folder(base: Path) -> Path:
     _made.append(folder)
     os.environ[HANDED_ON] = str(folder)
     return folder
-
-
-def _make(folder: Path) -> bool:
-    try:
-        folder.mkdir()
-    except (FileExistsError, FileNotFoundError):  # another run took it, or took its empty parent away
-        return False
-    return True
 
 
 def let_go() -> None:
