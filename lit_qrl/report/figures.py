@@ -430,11 +430,6 @@ def running_mean(values: Sequence[float], width: int) -> list[float]:
     return means
 
 
-def histograms_of(run: Run) -> list[dict[str, Any]]:
-    """Return the run's histograms."""
-    return run.histograms.get("histograms", [])
-
-
 def draw_histograms(histograms: list[dict[str, Any]]) -> tuple[bytes, bytes]:
     """Return the PNGs of all histograms, side by side, for light and dark pages."""
     from matplotlib import rc_context
