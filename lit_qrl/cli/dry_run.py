@@ -103,7 +103,11 @@ def dry_run(trainer: Trainer, module: GRPOModule, data: RolloutDataModule, gib: 
         ConfigError: for what `fit` would refuse (what the engine refuses, after all that is printed), for a disk
             without room for two checkpoints, and for a GPU that does not hold weights, gradients and optimizer.
     """
-    target = target_of(trainer, gib)
+    target = Target(trainer.strategy.root_device)
+    if gib is not None:
+        target = Target(torch.device("cuda"), gib * GIB)
+    elif target.device.type == "cuda":
+        target = target._replace(total=torch.cuda.get_device_properties(target.device).total_memory)
     found: list[Tensors] = []
     refused: list[ConfigError] = []
 
@@ -176,14 +180,6 @@ def dry_run(trainer: Trainer, module: GRPOModule, data: RolloutDataModule, gib: 
         print(f"\nOn this host the engine refuses: {refused[0]}")
     judged = "" if gib is None else f"; memory was judged for a GPU of {gib:g} GiB"
     print(f"\nNothing was loaded. The configuration can be run{judged}.")
-
-
-def target_of(trainer: Trainer, gib: float | None) -> Target:
-    """Return what memory is judged for: a GPU of so many GiB, or the device of the run."""
-    device = trainer.strategy.root_device
-    if gib is not None:
-        return Target(torch.device("cuda"), gib * GIB)
-    return Target(device, torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None)
 
 
 def same_kernels_told(trainer: Trainer, module: GRPOModule, data: RolloutDataModule) -> str:

@@ -6,6 +6,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -190,7 +191,8 @@ class Run:
         if start is None or last is None:
             return math.fsum(self.series("time/iteration").values) or None
         if self.status == "running":
-            last = max(last, _modified(self.folder / METRICS_FILE))
+            with suppress(OSError):
+                last = max(last, (self.folder / METRICS_FILE).stat().st_mtime)
         return total + max(last - start, 0.0)
 
     @property
@@ -328,13 +330,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     except ValueError:
         return {}
     return loaded if isinstance(loaded, dict) else {}
-
-
-def _modified(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0
 
 
 NOT_SETTINGS = ("seed_everything", "ckpt_path", "resume_if_possible", "trainer.default_root_dir", "data.seed")

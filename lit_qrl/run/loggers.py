@@ -75,7 +75,7 @@ class RunCSVLogger(Logger):
         new = [name for name in row if name not in columns]
         if new or not self.path.exists():
             rows = self._read() if self.path.exists() else []
-            self._columns = columns = sorted({*columns, *new}, key=_column_order)
+            self._columns = columns = sorted({*columns, *new}, key=lambda one: (one != "epoch", one != "step", one))
             self._replace(columns, [*rows, row])
             return
         with named(self.path), self.path.open("a", encoding="utf-8", newline="") as file:
@@ -130,10 +130,6 @@ def _as_csv(columns: list[str], rows: list[dict[str, Any]]) -> str:
     writer = csv.DictWriter(text, columns, restval="", extrasaction="ignore", lineterminator="\n")
     writer.writerows(rows)
     return text.getvalue()
-
-
-def _column_order(name: str) -> tuple[bool, bool, str]:
-    return (name != "epoch", name != "step", name)
 
 
 def _is_before(row: Mapping[str, Any], epoch: int, step: int) -> bool:
