@@ -375,13 +375,9 @@ def same_unit(gold: tuple[str, ...], answer: tuple[str, ...]) -> bool:
         return True
     if _is_known(gold) or _is_known(answer):
         measured = [[w for w in words if w.partition("^")[0] in _ALIASES or w == "/"] for words in (gold, answer)]
-        return measured[0] == measured[1] or (_only_nouns(gold, answer) and set(measured[0]) <= set(measured[1]))
+        only_nouns = not _is_known(gold) and set(gold) <= set(answer)  # "eggs" of "eggs per day"
+        return measured[0] == measured[1] or (only_nouns and set(measured[0]) <= set(measured[1]))
     return set(gold) <= set(answer) or set(answer) <= set(gold)
-
-
-def _only_nouns(short: tuple[str, ...], long: tuple[str, ...]) -> bool:
-    """Return whether `short` is only nouns that `long` also has ("eggs" of "eggs per day")."""
-    return not _is_known(short) and set(short) <= set(long)
 
 
 _AND = re.compile(r",?\s*(?:\\text\{\s*(?:and|or)\s*\}|(?<![\\A-Za-z])(?:and|or)(?![A-Za-z]))\s*")
@@ -417,11 +413,7 @@ def settled(gold: str, answer: str) -> bool | None:
         return False
     if squeezed(gold) == squeezed(answer):
         return True
-    (gold, gold_unit), (answer, answer_unit) = split_unit(gold), split_unit(answer)
-    one, other = read_number(gold), read_number(answer)
-    if one is not None and other is not None:
-        return same_number(one, other) and same_unit(gold_unit, answer_unit)
-    return None
+    return _numbers(gold, answer)
 
 
 def equivalent(gold: str, answer: str) -> bool:
