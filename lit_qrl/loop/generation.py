@@ -8,9 +8,10 @@ from typing import Any, TypeVar, cast, get_args
 import torch
 from lightning.pytorch import Trainer
 
-from lit_qrl.loop.contracts import Judging, Learner, Problem
+from lit_qrl.loop.contracts import Learner, Problem
 from lit_qrl.loop.hooks import rl_callbacks
 from lit_qrl.loop.turns import Conversations, TakesTurns
+from lit_qrl.rewards.streaming import StreamingRewards
 from lit_qrl.rollout.engine import Converses, EngineDiedError, Progress
 from lit_qrl.run.interrupt import Cut, EndsTogether
 from lit_qrl.types import Completion, EpisodeEnd, SamplingParams
@@ -29,7 +30,7 @@ def draw(
     stage: str,
     sampling: SamplingParams | None = None,
     positions: Sequence[int] | None = None,
-    judging: Judging | None = None,
+    judging: StreamingRewards | None = None,
 ) -> list[Completion]:
     """Return `n` completions of each problem; when the engine dies and a callback revives it, the same once more.
 
