@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import groupby
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -301,13 +301,9 @@ def token_lengths(decode: Callable[[list[int]], str], ids: list[int], texts: dic
 
 def _spans(marked: Tensor) -> list[list[int]]:
     """Return [start, end) of each run of True."""
-    spans: list[list[int]] = []
-    for i in marked.nonzero().flatten().tolist():
-        if spans and spans[-1][1] == i:
-            spans[-1][1] = i + 1
-        else:
-            spans.append([i, i + 1])
-    return spans
+    runs = runs_of(marked.tolist())
+    ends = accumulate(length for _, length in runs)
+    return [[end - length, end] for end, (is_marked, length) in zip(ends, runs, strict=True) if is_marked]
 
 
 def _log_ratios(measured: RolloutBatch, row: int, count: int) -> list[float | None]:

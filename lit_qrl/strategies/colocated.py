@@ -83,11 +83,6 @@ class ColocatedStrategy(Described, SingleDeviceStrategy):
                 self.offloaded.to_device(self.optimizers)
 
 
-def sleep_level(engine: RolloutEngine) -> int:
-    """Return what the engine's `sleep` does, 0 where it never sleeps."""
-    return engine.sleep_level if isinstance(engine, Sleeps) else 0
-
-
 def wake(engine: RolloutEngine) -> None:
     """Wake an engine that can sleep."""
     if isinstance(engine, Sleeps):
@@ -96,7 +91,7 @@ def wake(engine: RolloutEngine) -> None:
 
 def check_phases(trainer: Trainer, engine: RolloutEngine, every_n_iterations: int) -> None:
     """Raise `ConfigError` when engine, strategy and publisher do not agree on who holds what and sleeps when."""
-    strategy, level = trainer.strategy, sleep_level(engine)
+    strategy, level = trainer.strategy, engine.sleep_level if isinstance(engine, Sleeps) else 0
     check_strategy(strategy)
     if isinstance(strategy, ColocatedStrategy):
         if not level and not strategy.offload_optimizer:
