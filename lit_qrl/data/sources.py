@@ -90,10 +90,15 @@ def read_rows(path: str, split: str = "train", subset: str | None = None) -> lis
         )
     place = Path(path).expanduser()
     if place.is_dir():
-        rows = _read_library(str(place), split, subset, saved=_is_saved(place))
+        saved = (place / "dataset_dict.json").is_file() or (place / "state.json").is_file()
+        rows = _read_library(str(place), split, subset, saved)
     elif place.is_file():
         rows = _read_file(place)
-    elif place.suffix.lower() in _READERS or path.startswith((".", "~", "/")) or _is_folder(place.parent):
+    elif (
+        place.suffix.lower() in _READERS
+        or path.startswith((".", "~", "/"))
+        or (place.parent != Path() and place.parent.is_dir())
+    ):
         raise ConfigError(
             f"The data file {path!r} does not exist.",
             expected="an existing file or folder",
@@ -110,10 +115,6 @@ def read_rows(path: str, split: str = "train", subset: str | None = None) -> lis
             f"The data set {path!r} is empty.", expected="at least one row", given=f"0 rows in {place.name!r}"
         )
     return rows
-
-
-def _is_folder(parent: Path) -> bool:
-    return parent != Path() and parent.is_dir()
 
 
 def _read_file(place: Path) -> list[dict[str, Any]]:
@@ -206,10 +207,6 @@ _READERS: dict[str, Callable[[Path], list[Any]]] = {
     ".tsv": _read_table("\t"),
     ".parquet": _read_parquet,
 }
-
-
-def _is_saved(folder: Path) -> bool:
-    return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
 
 
 def _read_library(path: str, split: str, subset: str | None, saved: bool) -> list[dict[str, Any]]:

@@ -163,7 +163,10 @@ class Conversations:
             if isinstance(failure, TurnsOver):
                 ended = failure.ended
             elif failure is not None or play.cancelled():
-                ended, error = "error", "it cancelled itself" if failure is None else _named(failure)
+                ended, error = (
+                    "error",
+                    "it cancelled itself" if failure is None else f"{type(failure).__name__}: {failure}",
+                )
             elif one.turns == 0:
                 ended, error = "error", "it asked for no answer"
             else:
@@ -296,7 +299,3 @@ def _finite(value: Any) -> float | None:
     if value is not None and not math.isfinite(value := float(value)):
         raise ValueError(f"its score is {value}, which is not a finite number")
     return value
-
-
-def _named(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"

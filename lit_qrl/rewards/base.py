@@ -248,7 +248,10 @@ def score_all(
         scores, failures = _scored(reward, samples, work) if whole else _scored_singly(reward, samples)
         parts[reward.name] = [error_reward if i in failures else score for i, score in enumerate(scores)]
         failed.update(failures)
-        _warn(reward, failures, len(samples))
+        if failures:
+            position, why = min(failures.items())
+            text = "Reward %r failed on %d of %d samples; the first (%d): %s"
+            log.warning(text, reward.name, len(failures), len(samples), position, why)
         for start in range(0, len(samples), group_size):
             group = range(start, min(start + group_size, len(samples)))
             missing = [i for i in group if scores[i] is None and i not in failures]
@@ -336,13 +339,6 @@ def _told(error: Exception) -> str:
 
 def _shown(sample: Sample) -> str:
     return f"the completion {sample.completion[:60]!r} of the prompt {sample.prompt[-60:]!r}"
-
-
-def _warn(reward: Reward, failures: Mapping[int, str], count: int) -> None:
-    if failures:
-        position, why = min(failures.items())
-        text = "Reward %r failed on %d of %d samples; the first (%d): %s"
-        log.warning(text, reward.name, len(failures), count, position, why)
 
 
 def checked(reward: Reward, returned: Any, samples: Sequence[Sample], first: int = 0) -> list[Score]:

@@ -206,7 +206,7 @@ def read_number(text: str) -> Value | None:
 
 def _read(text: str) -> tuple[Fraction | None, int | None]:
     if m := _PLAIN.fullmatch(text):
-        return _signed(m[1]) * _decimal(m[2]), _decimals(m[2])
+        return _signed(m[1]) * _decimal(m[2]), len(m[2].partition(".")[2]) if "." in m[2] else None
     if m := _SLASH.fullmatch(text):
         return _signed(m[1]) * _signed(m[3]) * _decimal(m[2]) / _decimal(m[4]), None
     if m := _FRAC.fullmatch(text):
@@ -233,10 +233,6 @@ def _signed(sign: str) -> int:
 def _decimal(digits: str) -> Fraction:
     whole, _, part = digits.replace(",", "").replace(" ", "").partition(".")
     return Fraction(int((whole + part) or "0"), 10 ** len(part))
-
-
-def _decimals(digits: str) -> int | None:
-    return len(digits.partition(".")[2]) if "." in digits else None
 
 
 ROUNDED_DECIMALS = 6
