@@ -196,8 +196,13 @@ class RunCheckpoint(Described, Checkpoint):
             return
         folder = Path(trainer.default_root_dir) / "checkpoints"
         targets = [folder / f"{name}.ckpt" for name in ("last", *([copy] if copy else []))]
-        with _staged(trainer, self._files, targets):
-            trainer.save_checkpoint(targets[0], weights_only=False)  # optimizer and loops too
+        before = trainer.strategy.checkpoint_io
+        trainer.strategy.checkpoint_io = _StagedIO(self._files, targets)
+        try:
+            with staging():
+                trainer.save_checkpoint(targets[0], weights_only=False)  # optimizer and loops too
+        finally:
+            trainer.strategy.checkpoint_io = before
         self._saved = trainer.global_step
 
 
@@ -246,17 +251,6 @@ class _StagedIO(TorchCheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         self.files.save(checkpoint, self.targets)
-
-
-@contextmanager
-def _staged(trainer: Trainer, files: CheckpointFiles, targets: list[Path]) -> Iterator[None]:
-    before = trainer.strategy.checkpoint_io
-    trainer.strategy.checkpoint_io = _StagedIO(files, targets)
-    try:
-        with staging():
-            yield
-    finally:
-        trainer.strategy.checkpoint_io = before
 
 
 def iterations_of(checkpoint: Mapping[str, Any]) -> int:
