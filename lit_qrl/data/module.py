@@ -173,15 +173,14 @@ class RolloutDataModule(Described, LightningDataModule):
     @property
     def slots(self) -> Slots:
         """Which groups of an iteration this rank draws and learns from."""
-        ranks = {} if self.trainer is None else {"world_size": self.trainer.world_size}
-        if self.trainer is not None and self.trainer.world_size > 1:
-            ranks["rank"] = self.module.global_rank
-        return Slots(groups=self.prompts_per_iteration, mini_batches=self.mini_batches, **ranks)
+        groups, ranks = self.prompts_per_iteration, self._ranks
+        rank = self.module.global_rank if ranks > 1 else 0
+        return Slots(groups=groups, mini_batches=self.mini_batches, rank=rank, world_size=ranks)
 
     @property
     def prompts_per_rank(self) -> int:
         """Prompts that this rank answers each iteration."""
-        return self.prompts_per_iteration // (self.trainer.world_size if self.trainer else 1)
+        return self.prompts_per_iteration // self._ranks
 
     @property
     def rows(self) -> int:
@@ -202,7 +201,7 @@ class RolloutDataModule(Described, LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Read the task's rows and check every size; runs before any weight is loaded."""
-        check_ranks(self, self.trainer.world_size if self.trainer else 1)
+        check_ranks(self, self._ranks)
         longest = self.max_prompt_tokens + self.max_completion_tokens
         rows, limit = self.rows, self.max_tokens_per_micro_batch
         sequences = 1 if isinstance(self.budget, TokenBudget) else rows // self.parts
@@ -357,17 +356,16 @@ class RolloutDataModule(Described, LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the stream of prompts, at the start of a rollout that is not finished."""
-        return {**self.schedule.state(self.position, self._alone), **self.budget.state()}
+        return {**self.schedule.state(self.position, alone=self._ranks == 1), **self.budget.state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue at the saved position."""
-        self.position = self.schedule.load(state_dict, self._alone)
+        self.position = self.schedule.load(state_dict, alone=self._ranks == 1)
         self.budget.load(state_dict)
 
     @property
-    def _alone(self) -> bool:
-        """True where this is the only process of the learner."""
-        return self.trainer is None or self.trainer.world_size == 1
+    def _ranks(self) -> int:
+        return 1 if self.trainer is None else self.trainer.world_size
 
     def teardown(self, stage: str) -> None:
         """Free the engine and the rewards' workers."""

@@ -61,8 +61,8 @@ class ColocatedStrategy(Described, SingleDeviceStrategy):
             )
         self._devices, self._root_device = devices, devices[0]
 
-    def begin_rollout(self, engine: RolloutEngine) -> None:
-        """Make room, and wake the engine."""
+    def begin_rollout(self) -> None:
+        """Make room for the engine, before it wakes."""
         module: Any = self.lightning_module
         if module.trainer.training:  # an evaluation may stand in the middle of an accumulated step
             for parameter in module.parameters():
@@ -72,7 +72,6 @@ class ColocatedStrategy(Described, SingleDeviceStrategy):
                 self.offloaded.to_host(self.optimizers)
         if self.root_device.type == "cuda":
             torch.cuda.empty_cache()  # the engine cannot use what torch keeps for itself
-        wake(engine)
 
     def begin_update(self, engine: RolloutEngine) -> None:
         """Send the engine to sleep, and take the memory back."""
@@ -81,12 +80,6 @@ class ColocatedStrategy(Described, SingleDeviceStrategy):
         if self.offloaded.away:
             with within_memory("taking the optimizer's state back from the host", _BACK_REMEDY):
                 self.offloaded.to_device(self.optimizers)
-
-
-def wake(engine: RolloutEngine) -> None:
-    """Wake an engine that can sleep."""
-    if isinstance(engine, Sleeps):
-        engine.wake()
 
 
 def check_phases(trainer: Trainer, engine: RolloutEngine, every_n_iterations: int) -> None:
@@ -118,12 +111,11 @@ def check_phases(trainer: Trainer, engine: RolloutEngine, every_n_iterations: in
 
 
 def begin_rollout(trainer: Trainer, engine: RolloutEngine) -> None:
-    """Wake the engine as the Trainer's strategy wants it."""
-    strategy = trainer.strategy
-    if isinstance(strategy, ColocatedStrategy):
-        strategy.begin_rollout(engine)
-    else:
-        wake(engine)
+    """Wake an engine that sleeps, where the Trainer's strategy has made room for it."""
+    if isinstance(trainer.strategy, ColocatedStrategy):
+        trainer.strategy.begin_rollout()
+    if isinstance(engine, Sleeps):
+        engine.wake()
 
 
 def begin_update(trainer: Trainer, module: Any) -> None:
