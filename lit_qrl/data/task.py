@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.rewards.base import Reward, RewardProgress, Sample, Score, Scores, Scoring, no_progress, score_all
+from lit_qrl.rewards.base import Reward, RewardProgress, Sample, Score, Scores, Scoring, score_all
 from lit_qrl.run.description import Described
 
 Row = Mapping[str, Any]
@@ -57,7 +57,7 @@ class Task(Described, ABC):
         samples: Sequence[Sample],
         error_reward: Score = 0.0,
         group_size: int = 1,
-        progress: RewardProgress = no_progress,
+        progress: RewardProgress | None = None,
         begun: Mapping[str, Scoring] | None = None,
     ) -> Scores:
         """Return what the rewards say of samples, as `score_all` does; of `streaming` ones some have `begun`."""

@@ -136,10 +136,6 @@ RewardProgress = Callable[[str], Callable[[int, int], None] | None]
 """From a reward's name to what is called with (samples done, samples), or None where nothing shows it."""
 
 
-def no_progress(name: str) -> None:
-    """Return None: nothing shows how far a reward is."""
-
-
 class Scores(NamedTuple):
     """What `score_all` returns.
 
@@ -210,7 +206,7 @@ def score_all(
     samples: Sequence[Sample],
     error_reward: Score = 0.0,
     group_size: int = 1,
-    progress: RewardProgress = no_progress,
+    progress: RewardProgress | None = None,
     begun: Mapping[str, Scoring] = {},
 ) -> Scores:
     """Return the weighted sum of all rewards for each sample, and the parts.
@@ -224,7 +220,7 @@ def score_all(
         samples: the completions, prompt-major.
         error_reward: total of a sample with a failed reward, and its part; None leaves it out.
         group_size: completions of each prompt.
-        progress: from a reward's name to what shows how far it is.
+        progress: from a reward's name to what shows how far it is; None where nothing does.
         begun: rewards by name that have begun with these samples already.
 
     Raises:
@@ -242,7 +238,7 @@ def score_all(
     failed: set[int] = set()
     left_out: set[int] = set()
     for reward in rewards:
-        reward.progress = progress(reward.name)
+        reward.progress = None if progress is None else progress(reward.name)
         work = begun[reward.name].scores if reward.name in begun else reward
         whole = reward.batched or reward.name in begun
         scores, failures = _scored(reward, samples, work) if whole else _scored_singly(reward, samples)
