@@ -181,9 +181,12 @@ class Conversations:
 
     async def _played(self, index: int) -> float | None:
         try:
-            return _finite(await self.task.play(self.rows[index], lambda messages: self._say(index, messages)))
+            score: Any = await self.task.play(self.rows[index], lambda messages: self._say(index, messages))
         except (SystemExit, KeyboardInterrupt) as error:  # would end the loop of all
             raise RuntimeError(f"it raised {type(error).__name__}") from error
+        if score is not None and not math.isfinite(score := float(score)):
+            raise ValueError(f"its score is {score}, which is not a finite number")
+        return score
 
     async def _say(self, index: int, messages: Messages) -> str:
         """Return the answer to messages of the environment; `TurnsOver` where a limit is reached."""
@@ -293,9 +296,3 @@ def joined(known: Tensor | None, routes: Tensor) -> Tensor:
         routes: of the whole sequence, as the last turn computed it.
     """
     return routes if known is None else torch.cat([known[:-1], routes[len(known) - 1 :]])
-
-
-def _finite(value: Any) -> float | None:
-    if value is not None and not math.isfinite(value := float(value)):
-        raise ValueError(f"its score is {value}, which is not a finite number")
-    return value

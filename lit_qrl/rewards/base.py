@@ -271,10 +271,7 @@ def _scored(
 ) -> tuple[list[Score], dict[int, str]]:
     """Return the scores of one call, and the failures by position; of a call that failed, all of them.
 
-    Args:
-        reward: that is asked.
-        samples: to score.
-        work: the reward, or what of it has begun.
+    What is called is `work`: the reward, or what of it has begun.
     """
     try:
         returned = call(work, samples, seconds=reward.time_limit)
