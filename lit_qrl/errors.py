@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 
 EXIT_CONFIG = 2
@@ -45,11 +46,7 @@ class ConfigError(ValueError):
             made.append(self)
 
     def __reduce__(self) -> tuple:
-        return (_rebuild, (type(self), self.what, self.expected, self.given, self.remedy))
-
-
-def _rebuild(cls: type[ConfigError], what: str, expected: object, given: object, remedy: str) -> ConfigError:
-    return cls(what, expected=expected, given=given, remedy=remedy)
+        return partial(type(self), expected=self.expected, given=self.given, remedy=self.remedy), (self.what,)
 
 
 class IncompleteError(ValueError):

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 
-from lit_qrl.data.benchmark import Share
+from lit_qrl.data.benchmark import Share, samples_of
 from lit_qrl.data.module import RolloutDataModule
 from lit_qrl.errors import ConfigError, require_object
 from lit_qrl.loop.batching import deal_by_length
@@ -473,7 +473,7 @@ class GRPOModule(Described, LightningModule):
         """Return one record per sampled completion of a set of held-out problems; greedy ones where none is sampled."""
         found = answer(self, batch, "predict")
         answers, task = found.get("sampled") or found["greedy"], batch.task
-        samples = self.data.samples(batch.problems, answers.completions, task)
+        samples = samples_of(batch.problems, answers.completions, task, self.policy.decode)
         rewards, parts, _ = self.data.reward(batch.problems, answers.completions, task)
         correct = answers.correct.flatten()
         return [

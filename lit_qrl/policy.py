@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.formats.base import NumberFormat
 from lit_qrl.functional.logprobs import Pick, token_logprobs
 from lit_qrl.functional.vocabulary_kl import vocabulary_kl
 from lit_qrl.network.adapters import check_adapter, merged_weights, starts_from_base, with_adapter
@@ -260,14 +259,15 @@ class CausalPolicy(Described, nn.Module):
         options: dict[str, Any] = {"trust_remote_code": self._hub["trust_remote_code"], **multiplied_out(self.config)}
         if self.attn_implementation is not None:
             options["attn_implementation"] = self.attn_implementation
+        own = getattr(self.config, "dtype", None) if dtype == "auto" else dtype
+        build = partial(AutoModelForCausalLM.from_config, self.config, dtype=own or torch.float32, **options)
         if self.random_weights:
-            if dtype == "auto":
-                dtype = getattr(self.config, "dtype", None) or torch.float32
-            network = self._random(dtype, options)
+            network = self._random(build)
         elif self.packed_format is not None:
-            network = self._packed(self.packed_format, dtype, options)
+            self.packed_base = PackedBase(local_folder(self.source, self._hub["revision"]), self.packed_format)
+            network = self.packed_base.build(build, None if dtype == "auto" else dtype)
         else:
-            network = self._pretrained(dtype, options)
+            network = self._pretrained(dtype, options, None if own is None else build)
         network.config.use_cache = False
         if not on_cpu:
             compute_frequencies_on_the_cpu(network)
@@ -312,12 +312,8 @@ class CausalPolicy(Described, nn.Module):
             train_without_dropout(self.model)
         return self
 
-    def _random(self, dtype: Any, options: dict[str, Any]) -> Any:
+    def _random(self, build: Callable[[], Any]) -> Any:
         """Return a model with weights drawn at random: now, or by `deferred` where a precision plugin asks for that."""
-
-        def build() -> Any:
-            return AutoModelForCausalLM.from_config(self.config, dtype=dtype, **options)
-
         if not self._may_defer():
             return build()
         self.deferred = DeferredWeights(build)
@@ -329,17 +325,8 @@ class CausalPolicy(Described, nn.Module):
         fits = lora is None or (isinstance(lora, LoraConfig) and not (lora.modules_to_save or starts_from_base(lora)))
         return fits and weights_are_deferred(adapted=lora is not None)
 
-    def _packed(self, format: NumberFormat, dtype: Any, options: dict[str, Any]) -> Any:
-        """Return the model of a quantized folder; its packed layers take their codes in `NVFP4LoRA`."""
-        plain = (getattr(self.config, "dtype", None) or torch.float32) if dtype == "auto" else dtype
-        self.packed_base = PackedBase(local_folder(self.source, self._hub["revision"]), format)
-        build = partial(AutoModelForCausalLM.from_config, self.config, dtype=plain, **options)
-        return self.packed_base.build(build, None if dtype == "auto" else dtype)
-
-    def _pretrained(self, dtype: Any, options: dict[str, Any]) -> Any:
-        plain = getattr(self.config, "dtype", None) if dtype == "auto" else dtype
-        if plain is not None and getattr(self.config, "quantization_config", None) is None and self._may_defer():
-            build = partial(AutoModelForCausalLM.from_config, self.config, dtype=plain, **options)
+    def _pretrained(self, dtype: Any, options: dict[str, Any], build: Callable[[], Any] | None) -> Any:
+        if build is not None and getattr(self.config, "quantization_config", None) is None and self._may_defer():
             self.deferred = deferred_folder(local_folder(self.source, self._hub["revision"]), build)
             if self.deferred is not None:
                 return self.deferred.network

@@ -135,7 +135,8 @@ def quantize_checkpoint(
     hold_apart(network, {name: stack for name, stack in expert_stacks(network).items() if stack.apart})
     _check_names(network, checkpoint)
     parameters = sum(rows * columns for rows, columns in layers.values())
-    stored = next((bytes for name in layers if (bytes := _item(checkpoint, f"{name}.weight"))), 2)
+    dtypes = (checkpoint.dtype(f"{name}.weight") for name in layers)
+    stored = next((one.itemsize for one in dtypes if one is not None), 2)
     expected_bytes = checkpoint.bytes - int(parameters * (stored - format.bits_per_weight / 8))
     plain = [name for name, part in network.named_modules() if isinstance(part, nn.Linear) and name not in layers]
     # transformers asks for a layer by its name in the model, vLLM by that in the checkpoint
@@ -240,11 +241,6 @@ def _check_experts(stacks: Mapping[str, ExpertStack], format: NumberFormat) -> N
         )
 
 
-def _item(checkpoint: FolderReader, name: str) -> int:
-    dtype = checkpoint.dtype(name)
-    return 0 if dtype is None else dtype.itemsize
-
-
 def _stored_layer(checkpoint: FolderReader, name: str) -> str:
     """Return the name in the files of a layer with a weight."""
     return checkpoint.stored(f"{name}.weight").removesuffix(".weight")
@@ -279,21 +275,19 @@ def _check_names(network: Any, checkpoint: FolderReader) -> None:
         )
 
 
+@dataclass
 class _Worker:
     """Yields the tensors of the quantized checkpoint."""
 
-    def __init__(
-        self,
-        network: Any,
-        checkpoint: FolderReader,
-        format: NumberFormat,
-        layers: Collection[str],
-        dtype: torch.dtype | None,
-        device: torch.device,
-    ) -> None:
-        self.network, self.checkpoint, self.format = network, checkpoint, format
-        self.layers, self.dtype, self.device = layers, dtype, device
-        self.plain, self.kept = row_of(format).folder_dtype, kept_in_fp32(network)
+    network: Any
+    checkpoint: FolderReader
+    format: NumberFormat
+    layers: Collection[str]
+    dtype: torch.dtype | None
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        self.plain, self.kept = row_of(self.format).folder_dtype, kept_in_fp32(self.network)
 
     def tensors(self, progress: Callable[[int, int], None]) -> Iterator[tuple[str, Tensor]]:
         prefix, decoder = decoder_layers(self.network)
@@ -327,12 +321,8 @@ class _Worker:
             # smallest and largest, which a NaN becomes too: `isfinite` would need memory for every element
             if tensor.is_floating_point() and not torch.stack(torch.aminmax(tensor)).isfinite().all():
                 raise ConfigError(f"{name} holds NaN or inf.", remedy=NONFINITE_REMEDY)
-            plain = tensor if self.plain is None or name in self.kept else _cast(tensor, self.plain)
-            yield self.checkpoint.stored(name), plain
-
-
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+            casts = self.plain is not None and name not in self.kept and tensor.is_floating_point()
+            yield self.checkpoint.stored(name), tensor.to(self.plain) if casts else tensor
 
 
 def _record(source: Path, format: NumberFormat, exclude: Sequence[str], report: QuantizeReport) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from typing import Any, Literal
 
 from lightning.pytorch import Trainer
 
-from lit_qrl.errors import ConfigError
 from lit_qrl.functional._checks import check_ais, check_choice
 from lit_qrl.functional.adaptive import AISGate, ais_gate, ais_oracle, ais_weights
 from lit_qrl.functional.importance import log_ratio
@@ -47,13 +46,8 @@ class AIS(RLCallback):
     ) -> None:
         check_ais(clip, saturation, tolerance, sensitivity, eps, level)
         check_choice("scope of AIS", scope, "minibatch", "rollout")
-        self.clip, self.saturation, self.tolerance, self.sensitivity, self.eps = (
-            clip,
-            saturation,
-            tolerance,
-            sensitivity,
-            eps,
-        )
+        self.clip, self.saturation, self.tolerance = clip, saturation, tolerance
+        self.sensitivity, self.eps = sensitivity, eps
         self.level: Literal["token", "sequence"] = level
         self.takes_sequence_ratio = level == "sequence"
         self.scope: Literal["minibatch", "rollout"] = scope
@@ -64,31 +58,18 @@ class AIS(RLCallback):
     def on_rollout_end(self, trainer: Trainer, module: Any, batch: RolloutBatch) -> None:
         if self.scope == "minibatch":
             return
-        if batch.learner_old_logprobs is None:
-            raise ConfigError(
-                "AIS with scope: rollout needs the learner's log-probs of the whole rollout.",
-                expected="learner_old_logprobs",
-                given=None,
-                remedy="Set old_logprobs to decoupled, or scope to minibatch.",
-            )
+        assert batch.learner_old_logprobs is not None  # `needs_learner_old`
         d = log_ratio(batch.learner_old_logprobs, batch.sampler_logprobs, batch.mask)
         reduce = trainer_all_reduce(trainer)
         self._of_rollout = ais_gate(d, batch.mask, batch.advantages, all_reduce=reduce, **self._settings)
 
     def correct(self, trainer: Trainer, module: Any, context: LossContext) -> Correction:
+        gate = self._of_rollout
         if self.scope == "minibatch":
             gate = ais_gate(
                 context.log_ratio, context.mask, context.advantages, all_reduce=context.all_reduce, **self._settings
             )
-        elif self._of_rollout is not None:
-            gate = self._of_rollout
-        else:
-            raise ConfigError(
-                "AIS with scope: rollout has seen no rollout.",
-                expected="on_rollout_end before correct",
-                given="no gate",
-                remedy="Set scope to minibatch.",
-            )
+        assert gate is not None  # a rollout ends before it is corrected
         weights = ais_weights(context.log_ratio, context.mask, gate.alpha, self.clip, level=self.level)
         metrics = {f"correction/{name}": value for name, value in gate._asdict().items() if name != "truncated"}
         metrics[f"correction/truncated_{self.level}s"] = gate.truncated

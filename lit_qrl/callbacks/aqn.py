@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from lit_qrl.errors import ConfigError, nearest
+from lit_qrl.errors import ConfigError, check_choice
 from lit_qrl.functional.noise import aqn_sigma
 from lit_qrl.loop.hooks import RLCallback
 from lit_qrl.network.names import base_of, checkpoint_modules
@@ -76,10 +76,7 @@ class AQNNoise(RLCallback):
                 given=f"start = {start}, end = {end}",
                 remedy="Exchange them.",
             )
-        if schedule not in get_args(Schedule):
-            raise ConfigError(
-                "AQNNoise.schedule is unknown.", given=schedule, remedy=nearest(str(schedule), get_args(Schedule))
-            )
+        check_choice("AQNNoise.schedule", schedule, get_args(Schedule))
         if num_stages < 2:
             raise ConfigError("AQNNoise.num_stages counts the silent stage too.", expected=">= 2", given=num_stages)
         if entropy_sequences < 0:

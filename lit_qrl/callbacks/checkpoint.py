@@ -62,11 +62,8 @@ class RunCheckpoint(Described, Checkpoint):
     def setup(self, trainer: Trainer, pl_module: "GRPOModule", stage: str) -> None:
         """Refuse a folder that cannot be written, before anything is computed."""
         self._requeueing = ends_where_requeued()
-        if stage != "fit":
-            return
-        folder = Path(trainer.default_root_dir) / "checkpoints"
-        check_place(folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        if stage == "fit":
+            check_place(Path(trainer.default_root_dir) / "checkpoints")
 
     def on_train_start(self, trainer: Trainer, pl_module: "GRPOModule") -> None:
         """Take over Ctrl-C and SIGTERM."""
@@ -195,9 +192,15 @@ class RunCheckpoint(Described, Checkpoint):
         if trainer.fast_dev_run:  # pyright: ignore[reportAttributeAccessIssue]
             return
         folder = Path(trainer.default_root_dir) / "checkpoints"
+        folder.mkdir(parents=True, exist_ok=True)
         targets = [folder / f"{name}.ckpt" for name in ("last", *([copy] if copy else []))]
-        with _staged(trainer, self._files, targets):
-            trainer.save_checkpoint(targets[0], weights_only=False)  # optimizer and loops too
+        before = trainer.strategy.checkpoint_io
+        trainer.strategy.checkpoint_io = _StagedIO(self._files, targets)
+        try:
+            with staging():
+                trainer.save_checkpoint(targets[0], weights_only=False)  # optimizer and loops too
+        finally:
+            trainer.strategy.checkpoint_io = before
         self._saved = trainer.global_step
 
 
@@ -246,17 +249,6 @@ class _StagedIO(TorchCheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         self.files.save(checkpoint, self.targets)
-
-
-@contextmanager
-def _staged(trainer: Trainer, files: CheckpointFiles, targets: list[Path]) -> Iterator[None]:
-    before = trainer.strategy.checkpoint_io
-    trainer.strategy.checkpoint_io = _StagedIO(files, targets)
-    try:
-        with staging():
-            yield
-    finally:
-        trainer.strategy.checkpoint_io = before
 
 
 def iterations_of(checkpoint: Mapping[str, Any]) -> int:

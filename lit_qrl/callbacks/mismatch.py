@@ -91,18 +91,16 @@ class MismatchMonitor(RLCallback):
         learner, sampler, mask = measured.learner_old_logprobs, measured.sampler_logprobs, measured.mask
         metrics = mismatch_metrics(learner, sampler, mask, all_reduce=pl_module.reduce)
         pl_module.iteration.metrics.update({f"mismatch/{name}": value for name, value in metrics.items()})
-        shares = quadrant_shares(
-            log_ratio(learner, sampler, mask), mask, rollout.advantages, all_reduce=pl_module.reduce
-        )
+        d = log_ratio(learner, sampler, mask)
+        shares = quadrant_shares(d, mask, rollout.advantages, all_reduce=pl_module.reduce)
         pl_module.iteration.metrics.update(
             {f"mismatch/share_{name}": share for name, share in zip(QUADRANTS, shares.unbind(), strict=True)}
         )
         if isinstance(pl_module.data.task, MultiTurnTask):
-            self._by_turn(pl_module, log_ratio(learner, sampler, mask), mask)
+            self._by_turn(pl_module, d, mask)
         rare = low_probability_share(learner, mask, rollout.advantages, all_reduce=pl_module.reduce)
         pl_module.iteration.metrics.value("rollout/low_probability_negative", rare)
         if draw:
-            d = log_ratio(learner, sampler, mask)
             drawn = self._histograms(pl_module, d, sampler, mask, rollout.advantages)
             drawn += updates.histograms(pl_module.objective, limit, pl_module.reduce)
             self._write(trainer, drawn)

@@ -3,12 +3,25 @@
 from typing import Any
 
 from lightning.pytorch import Trainer
+from torch import Tensor
 
 from lit_qrl.functional._checks import check_band, check_choice, check_delta, check_divergence, check_veto
-from lit_qrl.functional.rejection import Divergence, Over
+from lit_qrl.functional._statistics import share
+from lit_qrl.functional.rejection import Divergence, Over, opsm_keep, ratio_keep, token_veto
 from lit_qrl.loop.hooks import RLCallback
-from lit_qrl.loop.weighting import rejected
 from lit_qrl.types import Correction, LossContext
+
+
+def _rejected(keep: Tensor, metric: str, counts: bool, context: LossContext, tokens: bool = False) -> Correction:
+    """Return a rejection, with the share of rejected sequences, or `tokens`, under `correction/<metric>`.
+
+    Where it `counts`, the rejected stay in the loss's denominator: weights of 0 instead of keep = False.
+    """
+    mask, dropped = (context.mask, ~keep) if tokens else (context.mask.any(dim=1), ~keep.all(dim=1))
+    metrics = {f"correction/{metric}": share(mask, dropped, context.all_reduce)}
+    if counts:
+        return Correction(weights=keep.to(context.log_ratio.dtype), metrics=metrics)
+    return Correction(keep=keep, metrics=metrics)
 
 
 class RatioRejection(RLCallback):
@@ -54,8 +67,9 @@ class RatioRejection(RLCallback):
         return self._generate_state_key(divergence=self.divergence, over=self.over)
 
     def correct(self, trainer: Trainer, module: Any, context: LossContext) -> Correction:
-        options = {"lower": self.lower, "upper": self.upper, "divergence": self.divergence, "over": self.over}
-        return rejected("ratio", self.metric, self.count_rejected, context, **options)
+        d, mask = context.log_ratio, context.mask
+        keep = ratio_keep(d, mask, self.lower, self.upper, self.divergence, self.over)
+        return _rejected(keep, self.metric, self.count_rejected, context, tokens=self.over == "token")
 
 
 class GeometricRejection(RatioRejection):
@@ -85,7 +99,8 @@ class TokenVeto(RLCallback):
         self.threshold, self.count_rejected = threshold, count_rejected
 
     def correct(self, trainer: Trainer, module: Any, context: LossContext) -> Correction:
-        return rejected("veto", "vetoed_sequences", self.count_rejected, context, threshold=self.threshold)
+        keep = token_veto(context.log_ratio, context.mask, self.threshold)
+        return _rejected(keep, "vetoed_sequences", self.count_rejected, context)
 
 
 class OffPolicySequenceMask(RLCallback):
@@ -104,4 +119,5 @@ class OffPolicySequenceMask(RLCallback):
         self.delta, self.count_rejected = delta, count_rejected
 
     def correct(self, trainer: Trainer, module: Any, context: LossContext) -> Correction:
-        return rejected("off_policy", "off_policy_sequences", self.count_rejected, context, delta=self.delta)
+        keep = opsm_keep(context.log_ratio, context.mask, context.advantages, self.delta)
+        return _rejected(keep, "off_policy_sequences", self.count_rejected, context)

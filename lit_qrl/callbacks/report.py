@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import groupby
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from lit_qrl.errors import FULL, ConfigError, StoppedError, not_written
 from lit_qrl.loop.hooks import RLCallback, overrides, rl_callbacks
 from lit_qrl.report import render
 from lit_qrl.report.live import PageApart
-from lit_qrl.run.event_log import SAMPLES_FILE, append_jsonl, as_jsonl, log_event, number, read_jsonl, replacing
+from lit_qrl.run.event_log import SAMPLES_FILE, append_jsonl, as_jsonl, event, log_event, number, read_jsonl, replacing
 from lit_qrl.run.folder import set_aside, shown
 from lit_qrl.run.interrupt import Interrupted, InterruptedTogether, check_process, deadline
 from lit_qrl.run.loggers import RunCSVLogger
@@ -99,8 +99,8 @@ class Report(RLCallback):
                 set_aside(folder / SAMPLES_FILE)
         names = [type(callback).__name__ for callback in rl_callbacks(trainer) if overrides(callback, "correct")]
         message = f"Resumed after iteration {done}." if resumed else "Training started."
-        self._log(
-            trainer,
+        log_event(
+            folder,
             "resume" if resumed else "start",
             message,
             iteration=done,
@@ -141,7 +141,7 @@ class Report(RLCallback):
         """Close the event log."""
         if self._active:
             self._write(trainer)
-            self._log(trainer, "finish", "Training ended.", iteration=trainer.current_epoch)
+            log_event(trainer.default_root_dir, "finish", "Training ended.", iteration=trainer.current_epoch)
             self._ended = True
 
     def on_exception(self, trainer: Trainer, pl_module: "GRPOModule", exception: BaseException) -> None:
@@ -159,7 +159,7 @@ class Report(RLCallback):
             if isinstance(exception, (Interrupted, InterruptedTogether)):
                 text = f"Interrupted by {signal.Signals(exception.number).name}."
             with self._only_told():
-                self._log(trainer, kind, text, iteration=trainer.current_epoch + 1)
+                event(trainer, kind, text)
         with self._only_told():
             self._finish(trainer)
 
@@ -179,7 +179,7 @@ class Report(RLCallback):
         """Make the report of a run that code of a user does not let end."""
         text = f"Interrupted by {signal.Signals(number).name}, which the code of the run did not let through."
         with self._only_told():
-            self._log(trainer, "interrupt", text, iteration=trainer.current_epoch + 1)
+            event(trainer, "interrupt", text)
         self._page.end()
         self._page.begin(trainer.default_root_dir)
         self._page.wait(LAST_PAGE)
@@ -208,16 +208,13 @@ class Report(RLCallback):
                 "The report could not be made (%s: %s); the run's files are whole.", type(error).__name__, error
             )
             log.warning("Try again with: lit-qrl report %s", shown(folder))
-            self._log(trainer, "report", f"The report could not be made: {type(error).__name__}: {error}")
+            why = f"The report could not be made: {type(error).__name__}: {error}"
+            log_event(folder, "report", why)
             return None
 
     def _write(self, trainer: Trainer) -> None:
         kept, self._kept = self._kept, []
         append_jsonl(Path(trainer.default_root_dir) / SAMPLES_FILE, [sample for _, sample in kept])
-
-    @staticmethod
-    def _log(trainer: Trainer, kind: str, message: str, **fields: Any) -> None:
-        log_event(trainer.default_root_dir, kind, message, **fields)
 
     @staticmethod
     @contextmanager
@@ -301,13 +298,9 @@ def token_lengths(decode: Callable[[list[int]], str], ids: list[int], texts: dic
 
 def _spans(marked: Tensor) -> list[list[int]]:
     """Return [start, end) of each run of True."""
-    spans: list[list[int]] = []
-    for i in marked.nonzero().flatten().tolist():
-        if spans and spans[-1][1] == i:
-            spans[-1][1] = i + 1
-        else:
-            spans.append([i, i + 1])
-    return spans
+    runs = runs_of(marked.tolist())
+    ends = accumulate(length for _, length in runs)
+    return [[end - length, end] for end, (is_marked, length) in zip(ends, runs, strict=True) if is_marked]
 
 
 def _log_ratios(measured: RolloutBatch, row: int, count: int) -> list[float | None]:

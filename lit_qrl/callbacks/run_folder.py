@@ -68,14 +68,11 @@ class RunFolder(Checkpoint):
         if "PL_GLOBAL_SEED" not in os.environ:
             seed_everything(0, verbose=False)
         if self._folder is None:
-            self._set(trainer)
+            trainer.num_sanity_val_steps = 0
+            trainer.log_every_n_steps = 1  # pyright: ignore[reportAttributeAccessIssue]
+            trainer.callbacks = [one for one in trainer.callbacks if type(one) not in SUMMARIES]  # pyright: ignore
         trainer.accumulate_grad_batches = data.parts
         self._choose(trainer)
-
-    def _set(self, trainer: Trainer) -> None:
-        trainer.num_sanity_val_steps = 0
-        trainer.log_every_n_steps = 1  # pyright: ignore[reportAttributeAccessIssue]
-        trainer.callbacks = [one for one in trainer.callbacks if type(one) not in SUMMARIES]  # pyright: ignore
 
     def _choose(self, trainer: Trainer) -> None:
         command = str(trainer.state.fn.value)  # pyright: ignore[reportOptionalMemberAccess]

@@ -1,18 +1,84 @@
 """Importance sampling as callbacks: truncated, and masked."""
 
 import math
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
+import torch
 from lightning.pytorch import Trainer
+from torch import Tensor
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.functional._checks import check_band, check_choice
+from lit_qrl.functional._statistics import share
+from lit_qrl.functional.importance import (
+    adaptive_upper,
+    geometric_masked,
+    geometric_truncated,
+    sequence_masked,
+    sequence_truncated,
+    token_masked,
+    token_truncated,
+)
 from lit_qrl.loop.hooks import RLCallback
-from lit_qrl.loop.weighting import DEFAULT_UPPER, EXTREME, Level, weighted
 from lit_qrl.types import Correction, LossContext
 
+Level = Literal["token", "sequence", "geometric"]
 
-class TruncatedIS(RLCallback):
+# The peers' usual bounds: 2 for a token, 5 for a sequence; 2 for the geometric mean is QaRL's cap (its Table 2).
+DEFAULT_UPPER: dict[Level, float] = {"token": 2.0, "sequence": 5.0, "geometric": 2.0}
+# A weight of e^20 outweighs any batch. Only without an upper bound can it occur; then its tokens leave the loss and
+# are counted, rather than that it is clamped in silence.
+EXTREME = math.exp(20.0)
+
+
+WEIGHTS = {
+    ("truncated", "token"): token_truncated,
+    ("truncated", "sequence"): sequence_truncated,
+    ("truncated", "geometric"): geometric_truncated,
+    ("masked", "token"): token_masked,
+    ("masked", "sequence"): sequence_masked,
+    ("masked", "geometric"): geometric_masked,
+}
+
+
+class _Weights(RLCallback):
+    """Multiplies by the ratio of one level, changed outside of a band; an upper edge of `auto` is measured."""
+
+    carries_ratio = True
+    kind: ClassVar[Literal["truncated", "masked"]]
+
+    def __init__(self, level: Level, lower: float | None, upper: float | Literal["auto"] | None) -> None:
+        name = type(self).__name__
+        check_choice(f"level of {name}", level, "token", "sequence", "geometric")
+        upper = DEFAULT_UPPER[level] if upper is None else upper
+        check_band(lower, math.inf if upper == "auto" else upper, what=f"The band of {name}")
+        self.level: Level = level
+        self.lower = lower
+        self.upper: float | Literal["auto"] = upper
+        self.takes_sequence_ratio = level != "token"
+        self.needs = "sequence" if upper != "auto" and upper <= EXTREME else "batch"
+
+    def correct(self, trainer: Trainer, module: Any, context: LossContext) -> Correction:
+        d, mask, all_reduce = context.log_ratio, context.mask, context.all_reduce
+        weigh = WEIGHTS[self.kind, self.level]
+        bound = adaptive_upper(d, mask, all_reduce) if self.upper == "auto" else self.upper
+        weights, keep = weigh(d, mask, lower=self.lower, upper=bound), None
+        changed = weights == 0 if self.kind == "masked" else weights != weigh(d, mask, lower=0.0, upper=math.inf)
+        units = mask
+        if self.level != "token":
+            units, changed = mask.any(dim=1), (changed & mask).any(dim=1)
+        unit = "tokens" if self.level == "token" else "sequences"
+        metrics = {f"correction/{self.kind}_{unit}": share(units, changed, all_reduce)}
+        if isinstance(bound, Tensor):
+            metrics["correction/upper"] = bound
+        elif bound > EXTREME:
+            keep = (weights <= EXTREME) | ~mask
+            metrics["correction/extreme_tokens"] = all_reduce((~keep).sum())
+            weights = torch.where(keep, weights, 1.0)
+        return Correction(weights=weights, keep=keep, metrics=metrics)
+
+
+class TruncatedIS(_Weights):
     """Multiplies by the ratio learner_old / sampler, cut at a bound (AIS eq. 8; survey, "TIS").
 
     Args:
@@ -23,7 +89,7 @@ class TruncatedIS(RLCallback):
         lower: the smallest weight; null takes 1/upper.
     """
 
-    carries_ratio = True
+    kind = "truncated"
 
     def __init__(
         self,
@@ -31,7 +97,6 @@ class TruncatedIS(RLCallback):
         upper: float | Literal["auto"] | None = None,
         lower: float | None = 0.0,
     ) -> None:
-        check_choice("level of TruncatedIS", level, "token", "sequence", "geometric")
         if upper == "auto" and level != "sequence":
             raise ConfigError(
                 "TruncatedIS measures its bound for sequence ratios alone.",
@@ -39,26 +104,14 @@ class TruncatedIS(RLCallback):
                 given=f"level: {level}",
                 remedy="Set level to sequence, or give a number.",
             )
-        if upper == "auto":
-            check_band(lower, math.inf, what="The band of TruncatedIS")
-        elif isinstance(upper, str):
+        if isinstance(upper, str) and upper != "auto":
             raise ConfigError(
                 "upper of TruncatedIS is unknown.", expected="a number or auto", given=upper, remedy="Correct it."
             )
-        else:
-            upper = DEFAULT_UPPER[level] if upper is None else upper
-            check_band(lower, upper, what="The band of TruncatedIS")
-        self.level: Level = level
-        self.takes_sequence_ratio = level != "token"
-        self.upper: float | Literal["auto"] = upper
-        self.lower = lower
-        self.needs = "sequence" if upper != "auto" and upper <= EXTREME else "batch"
-
-    def correct(self, trainer: Trainer, module: Any, context: LossContext) -> Correction:
-        return weighted("truncated", self.level, self.lower, self.upper, context)
+        super().__init__(level, lower, upper)
 
 
-class MaskedIS(RLCallback):
+class MaskedIS(_Weights):
     """Multiplies by the ratio learner_old / sampler inside a band, by 0 outside (survey, "MIS"; IcePop for tokens).
 
     What is masked stays in the loss's denominator.
@@ -69,16 +122,7 @@ class MaskedIS(RLCallback):
         upper: of the band; null takes 2 for tokens, 5 for sequences and 2 for the geometric mean.
     """
 
-    carries_ratio = True
+    kind = "masked"
 
     def __init__(self, level: Level = "token", lower: float | None = None, upper: float | None = None) -> None:
-        check_choice("level of MaskedIS", level, "token", "sequence", "geometric")
-        upper = DEFAULT_UPPER[level] if upper is None else upper
-        self.level: Level = level
-        self.takes_sequence_ratio = level != "token"
-        check_band(lower, upper, what="The band of MaskedIS")
-        self.lower, self.upper = lower, upper
-        self.needs = "sequence" if upper <= EXTREME else "batch"
-
-    def correct(self, trainer: Trainer, module: Any, context: LossContext) -> Correction:
-        return weighted("masked", self.level, self.lower, self.upper, context)
+        super().__init__(level, lower, upper)

@@ -102,13 +102,17 @@ def audit(
     Raises:
         ConfigError: for arguments, a model or prompts that cannot be used.
     """
-    sizes = Sizes(
-        samples=samples,
-        completions=completions,
-        max_prompt_tokens=max_prompt_tokens,
-        max_tokens=max_tokens,
-        temperature=temperature,
-    )
+    sizes: dict[str, Any] = {
+        "samples": samples,
+        "completions": completions,
+        "max_prompt_tokens": max_prompt_tokens,
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+    }
+    sizes = {name: size for name, size in sizes.items() if size is not None}
+    for name, size in sizes.items():
+        if size <= 0:
+            raise ConfigError(f"--{name} is too small.", expected="above 0", given=size)
     if out is not None and not out.absolute().parent.is_dir():
         raise ConfigError("--out cannot be written.", expected="a file in a folder that exists", given=out)
     if bool(config) == bool(model or prompts) or not (config or (model and prompts)):
@@ -131,11 +135,11 @@ def audit(
     disable_progress_bar()
     chosen = {name: known.get(name) for name in formats or names_where(lambda row: row.audited)}
     if config:
-        audited = of_run(config, sizes)
+        audited = of_run(config, **sizes)
     else:
         assert model is not None
         assert prompts is not None
-        audited = of_model(model, dtype, _rows(prompts, split, subset, prompt_column), chat, sizes)
+        audited = of_model(model, dtype, _rows(prompts, split, subset, prompt_column), chat, **sizes)
     policy, encoded, n, sampling = audited.policy, audited.prompts, audited.completions, audited.sampling
     remedy = "Lower data.max_completion_tokens." if config else "Lower --max_tokens."
     check_positions(policy.config, max(map(len, encoded)), sampling.max_tokens, remedy)
@@ -272,33 +276,6 @@ PRECISIONS = {"bf16-true": "bfloat16", "16-true": "float16", "bf16-mixed": "bflo
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """How much is drawn; None leaves it to the run, or is the command's default.
-
-    Args:
-        samples: prompts.
-        completions: of each prompt.
-        max_prompt_tokens: longer ones are left out.
-        max_tokens: of a completion.
-        temperature: of sampler and learner.
-    """
-
-    samples: int | None = None
-    completions: int | None = None
-    max_prompt_tokens: int | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("samples", "completions", "max_prompt_tokens", "max_tokens"):
-            count = getattr(self, name)
-            if count is not None and count < 1:
-                raise ConfigError(f"--{name} is too small.", expected="at least 1", given=count)
-        if self.temperature is not None and self.temperature <= 0:
-            raise ConfigError("--temperature is out of range.", expected="above 0", given=self.temperature)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Audited:
     """The parts that draw and score.
 
@@ -361,7 +338,7 @@ class Audited:
             self.policy.to(getattr(torch, PRECISIONS[self.precision]))
 
 
-def of_model(model: str, dtype: Any, rows: Sequence[str], chat: bool, sizes: Sizes) -> Audited:
+def of_model(model: str, dtype: Any, rows: Sequence[str], chat: bool, **sizes: Any) -> Audited:
     """Return a model beside its embedded engine, with 32 prompts × 4 completions of 256 tokens unless told otherwise.
 
     Args:
@@ -369,7 +346,7 @@ def of_model(model: str, dtype: Any, rows: Sequence[str], chat: bool, sizes: Siz
         dtype: of the learner.
         rows: texts of the prompts.
         chat: pose them as chat messages.
-        sizes: what is drawn.
+        **sizes: what is drawn, as the options of `audit`.
 
     Raises:
         ConfigError: where every prompt is too long.
@@ -381,11 +358,11 @@ def of_model(model: str, dtype: Any, rows: Sequence[str], chat: bool, sizes: Siz
     from lit_qrl.rollout import DiffusionEngine, TransformersEngine
     from lit_qrl.types import SamplingParams
 
-    max_tokens, limit = sizes.max_tokens or 256, sizes.max_prompt_tokens or 512
+    max_tokens, limit = sizes.get("max_tokens", 256), sizes.get("max_prompt_tokens", 512)
     denoises = is_denoiser(resolve_model(model, weights=False))
     policy: CausalPolicy = (DiffusionPolicy if denoises else CausalPolicy)(model, dtype=dtype)
     encoded = policy.encode_all([[{"role": "user", "content": row}] if chat else row for row in rows])
-    encoded = [ids for ids in encoded if len(ids) <= limit][: sizes.samples or 32]
+    encoded = [ids for ids in encoded if len(ids) <= limit][: sizes.get("samples", 32)]
     if not encoded:
         raise ConfigError("Every prompt is longer than --max_prompt_tokens.", given=limit)
     return Audited(
@@ -393,18 +370,18 @@ def of_model(model: str, dtype: Any, rows: Sequence[str], chat: bool, sizes: Siz
         engine=DiffusionEngine(block=min(32, max_tokens)) if denoises else TransformersEngine(),
         prompts=encoded,
         sampling=SamplingParams(
-            max_tokens=max_tokens, temperature=sizes.temperature or 1.0, stop_token_ids=policy.stop_token_ids
+            max_tokens=max_tokens, temperature=sizes.get("temperature", 1.0), stop_token_ids=policy.stop_token_ids
         ),
-        completions=sizes.completions or 4,
+        completions=sizes.get("completions", 4),
     )
 
 
-def of_run(files: Sequence[str], sizes: Sizes) -> Audited:
+def of_run(files: Sequence[str], **sizes: Any) -> Audited:
     """Return the parts of the run that `lit-qrl fit` would make of these files; what `sizes` says comes before them.
 
     Args:
         files: of the configuration.
-        sizes: what is drawn.
+        **sizes: what is drawn, as the options of `audit`.
 
     Raises:
         ConfigError: for files that `fit` would refuse, a task of several turns, or a plugin whose learner computes
@@ -431,14 +408,15 @@ def of_run(files: Sequence[str], sizes: Sizes) -> Audited:
                 given=type(plugin).__name__,
                 remedy="Leave the plugin's file out of --config.",
             )
-    wanted, limit = sizes.samples or data.prompts_per_iteration, sizes.max_prompt_tokens or data.max_prompt_tokens
+    wanted = sizes.get("samples", data.prompts_per_iteration)
+    limit = sizes.get("max_prompt_tokens", data.max_prompt_tokens)
     data.task.setup()
     rows = data.task.train_rows()
     rows = [rows[number] for number in range(min(len(rows), SPARE * wanted))]
     problems = admit(rows, data.task, policy, "training", limit, "drop")[:wanted]
     sampling = SamplingParams(
-        max_tokens=sizes.max_tokens or data.max_completion_tokens,
-        temperature=sizes.temperature or data.temperature,
+        max_tokens=sizes.get("max_tokens", data.max_completion_tokens),
+        temperature=sizes.get("temperature", data.temperature),
         top_p=data.top_p,
         top_k=data.top_k,
         stop_token_ids=policy.stop_token_ids,
@@ -448,7 +426,7 @@ def of_run(files: Sequence[str], sizes: Sizes) -> Audited:
         engine=data.engine,
         prompts=[problem.prompt_ids for problem in problems],
         sampling=sampling,
-        completions=sizes.completions or data.group_size,
+        completions=sizes.get("completions", data.group_size),
         precision=str(trainer.precision or "32-true"),
     )
 

@@ -44,7 +44,6 @@ def expanded(args: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: a file is missing or no YAML, lists itself, or holds other keys beside its list.
     """
-    check_config_files(args)
     given, replaced = iter(args), []
     for arg in given:
         match = _OPTION.fullmatch(arg)
@@ -55,11 +54,23 @@ def expanded(args: Sequence[str]) -> list[str]:
     return replaced
 
 
-def _listed(given: str, trail: tuple[str, ...]) -> list[str]:
+def _listed(named: str, trail: tuple[str, ...]) -> list[str]:
     """Return the files that a file lists, through all levels, or itself when it lists none."""
-    given = found(given)
+    given = found(named)
+    if _NO_FILE.search(given):
+        return [given]
     path = Path(given).expanduser()
-    content = None if _NO_FILE.search(given) else _content(path)
+    if path.is_dir():
+        inside = [os.path.join(named, one.relative_to(path)) for one in _yaml_files(path)]
+        raise ConfigError(
+            "--config takes a file.",
+            expected="a YAML file",
+            given=f"the folder {named}",
+            remedy=_choose(inside) if inside else "",
+        )
+    if not path.exists():
+        raise ConfigError(f"--config: the file {named!r} does not exist.", remedy=_instead(path))
+    content = _content(path)
     if content is None or not isinstance(content.get("config"), list):
         return [given]
     if len(content) > 1 or given in trail:
@@ -70,27 +81,7 @@ def _listed(given: str, trail: tuple[str, ...]) -> list[str]:
             remedy="Move the other keys to a file of their own, and list it last.",
         )
     files = [os.path.normpath(path.parent / str(one)) for one in content["config"]]
-    check_config_files([part for file in files for part in ("--config", file)])
     return [one for file in files for one in _listed(file, (*trail, given))]
-
-
-def check_config_files(args: Sequence[str]) -> None:
-    """Raise `ConfigError` for a `--config` that is no YAML file with keys; a URL, YAML in place and `-` may be."""
-    for given in config_files(args):
-        if _NO_FILE.search(given):
-            continue
-        path = Path(found(given)).expanduser()
-        if path.is_dir():
-            inside = [os.path.join(given, one.relative_to(path)) for one in _yaml_files(path)]
-            raise ConfigError(
-                "--config takes a file.",
-                expected="a YAML file",
-                given=f"the folder {given}",
-                remedy=_choose(inside) if inside else "",
-            )
-        if not path.exists():
-            raise ConfigError(f"--config: the file {given!r} does not exist.", remedy=_instead(path))
-        _content(path)
 
 
 def _content(path: Path) -> dict[str, Any] | None:
@@ -153,20 +144,18 @@ def located(error: ConfigError, args: Sequence[str]) -> ConfigError:
         error: that begins with its key.
         args: of the command line.
     """
+    import yaml
+
     found = _KEY.match(str(error))
     key = ".".join(filter(None, found.groups())) if found else ""
     if not key or any(arg.startswith(f"--{key}") for arg in args):
         return error
     for file in reversed([*config_files(expanded(args))]):
-        if not _NO_FILE.search(file) and (line := _line(_node(Path(file).expanduser()), key.split("."))):
-            return ConfigError(f"{file}, line {line}: {error}")
+        if not _NO_FILE.search(file):
+            node = yaml.compose(Path(file).expanduser().read_text(encoding="utf-8"), yaml.SafeLoader)
+            if line := _line(node, key.split(".")):
+                return ConfigError(f"{file}, line {line}: {error}")
     return error
-
-
-def _node(path: Path) -> Any:
-    import yaml
-
-    return yaml.SafeLoader(path.read_text(encoding="utf-8")).get_single_node()
 
 
 def _line(node: Any, parts: Sequence[str]) -> int | None:

@@ -103,7 +103,11 @@ def dry_run(trainer: Trainer, module: GRPOModule, data: RolloutDataModule, gib: 
         ConfigError: for what `fit` would refuse (what the engine refuses, after all that is printed), for a disk
             without room for two checkpoints, and for a GPU that does not hold weights, gradients and optimizer.
     """
-    target = target_of(trainer, gib)
+    target = Target(trainer.strategy.root_device)
+    if gib is not None:
+        target = Target(torch.device("cuda"), gib * GIB)
+    elif target.device.type == "cuda":
+        target = target._replace(total=torch.cuda.get_device_properties(target.device).total_memory)
     found: list[Tensors] = []
     refused: list[ConfigError] = []
 
@@ -146,7 +150,7 @@ def dry_run(trainer: Trainer, module: GRPOModule, data: RolloutDataModule, gib: 
         return
     (learner,) = found
     table = parts(trainer, module, data, learner, target)
-    room = shutil.disk_usage(folder).free
+    room = shutil.disk_usage(next(one for one in (folder, *folder.parents) if one.is_dir())).free
     trained = learner.count(learner.trained)
     print(f"{trained:,} of {sum(one.numel() for one in learner.shapes.values()):,} parameters are trained.\n")
     print(as_table(table))
@@ -154,8 +158,11 @@ def dry_run(trainer: Trainer, module: GRPOModule, data: RolloutDataModule, gib: 
     print(f"\nActivations come on top: they grow with the tokens of a micro-batch{tokens}.")
     lines = [room_left(table, trainer, target.total) if target.total else "", same_kernels_told(trainer, module, data)]
     print("\n".join([*filter(None, lines), ""]))
-    for ids, text in first_prompts(data):
+    before = data.position
+    for ids in (problem.prompt_ids for problem in data.next_problems(PROMPTS)):
+        text = module.policy.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
         print(f"Prompt of {len(ids)} tokens: {ends(text)}", flush=True)  # what is refused goes to another stream
+    data.position = before
     if refused and gib is None:
         raise refused[0]
     full = None
@@ -173,14 +180,6 @@ def dry_run(trainer: Trainer, module: GRPOModule, data: RolloutDataModule, gib: 
         print(f"\nOn this host the engine refuses: {refused[0]}")
     judged = "" if gib is None else f"; memory was judged for a GPU of {gib:g} GiB"
     print(f"\nNothing was loaded. The configuration can be run{judged}.")
-
-
-def target_of(trainer: Trainer, gib: float | None) -> Target:
-    """Return what memory is judged for: a GPU of so many GiB, or the device of the run."""
-    device = trainer.strategy.root_device
-    if gib is not None:
-        return Target(torch.device("cuda"), gib * GIB)
-    return Target(device, torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None)
 
 
 def same_kernels_told(trainer: Trainer, module: GRPOModule, data: RolloutDataModule) -> str:
@@ -280,10 +279,7 @@ def parts(
         Part("master bits", trained * 2 if masters else 0, "16 bits beside each weight" if masters else "none"),
         Part("gradients", trained * step, exact if learner.adapter else name),
         optimizer_states(module, learner, torch.float32 if masters or step > item else learner.dtype),
-        Part(
-            "reference",
-            *reference(module, weights, target.device),
-        ),
+        Part("reference", *reference(module, weights, target.device)),
     ]
     if isinstance(trainer.strategy, ShardedStrategy):
         ranks = trainer.world_size
@@ -341,12 +337,8 @@ def engine_parts(
     engine, format, (device, total) = data.engine, spec.format, target
     if isinstance(engine, RemoteVLLMEngine):
         return
-    plain = learner.dtype
-    given = getattr(engine, "dtype", None)
-    if isinstance(given, torch.dtype):
-        plain = given
-    elif isinstance(engine, VLLMEngine) and given in DTYPES:
-        plain = DTYPES[given]
+    given: Any = getattr(engine, "dtype", None)
+    plain = given if isinstance(given, torch.dtype) else DTYPES.get(str(given), learner.dtype)
     quantized = learner.quantizable if format is not None and not isinstance(format, Dense) else set()
     base = set(learner.shapes) - learner.adapter
     size = learner.count(base - quantized) * plain.itemsize
@@ -446,18 +438,6 @@ def as_table(table: Sequence[Part]) -> str:
 
 def _amount(size: float) -> str:
     return f"{size / GIB:6.2f} GiB" if size >= GIB else f"{size / 2**20:6.1f} MiB"
-
-
-def first_prompts(data: RolloutDataModule) -> Iterator[tuple[list[int], str]]:
-    """Yield token ids and text, special tokens included, of the prompts that the run draws first."""
-    before = data.position
-    problems = data.next_problems(PROMPTS)
-    data.position = before
-    for problem in problems:
-        yield (
-            problem.prompt_ids,
-            data.module.policy.tokenizer.decode(problem.prompt_ids, clean_up_tokenization_spaces=False),
-        )
 
 
 def ends(text: str, shown: int = SHOWN) -> str:

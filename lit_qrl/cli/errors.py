@@ -126,8 +126,6 @@ def readable(
         )
     if "is required" in message:
         return f"{where}{_first(message)} Add it to a --config file or the command line."
-    if re.search(r"(?:not accessible|Problem parsing|Unable to (?:load|parse)|No such file)", message) and not given:
-        return f"{where}{_first(message)}"
     if found := re.match(r"Unexpected config: (.*)", message):
         return f"A --config file holds no keys. Expected: YAML such as `data: {{group_size: 8}}`. Given: {found[1]}."
     expected = dict.fromkeys(re.findall(r"Expected (?:an? |value )?<class '(?:[\w.]*\.)?(\w+)'>", message))
@@ -325,86 +323,61 @@ def _where(run_folder: str | Path, not_finite: bool = False) -> str:
     return f"{known} The last checkpoint is {saved}{doubt}." if saved else f"{known} No checkpoint had been written."
 
 
-CLIP, KL = "model.objective.init_args.clip_", "model.objective.init_args.kl_coefficient"
-MODEL, ROWS, ENGINE = "model.policy.init_args.model", "data.task.init_args.path", "data.engine.init_args."
-RATE, REDUCTION = "model.optimizer.init_args.lr", "model.objective.init_args.reduction"
-ITERATIONS = "trainer.max_epochs, which counts iterations"
-CORRECTION = "trainer.callbacks: configs/correction has files to add with --config"
-
-OTHER_NAMES = {
-    # TRL
-    "beta": KL,
-    "dataset_name": ROWS,
-    "epsilon": f"{CLIP}low",
-    "epsilon_high": f"{CLIP}high",
-    "eval_steps": "trainer.check_val_every_n_epoch, in iterations",
-    "generation_batch_size": "data.prompts_per_iteration, without the completions of each",
-    "gradient_accumulation_steps": "data.micro_batches",
-    "gradient_checkpointing": "model.policy.init_args.gradient_checkpointing",
-    "greedy": "data.evaluation_greedy",
-    "learning_rate": RATE,
-    "loss_type": f"{REDUCTION}: token for dapo, sequence for grpo. Others are classes: model.objective is DrGRPO for "
-    "dr_grpo, CISPO for cispo, SAPO for sapo",
-    "lr_scheduler_type": "model.lr_schedule",
-    "mask_truncated_completions": "model.objective.init_args.mask_truncated",
-    "max_completion_length": "data.max_completion_tokens",
-    "max_grad_norm": "trainer.gradient_clip_val",
-    "max_prompt_length": "data.max_prompt_tokens",
-    "max_steps": ITERATIONS,
-    "model_name_or_path": MODEL,
-    "num_generations": "data.group_size",
-    "num_iterations": "data.passes",
-    "num_train_epochs": ITERATIONS,
-    "output_dir": "trainer.default_root_dir",
-    "per_device_eval_batch_size": "data.evaluation_size, problems of an evaluation",
-    "per_device_train_batch_size": "data.prompts_per_iteration, prompts over all devices",
-    "report_to": "trainer.logger",
-    "resume_from_checkpoint": "ckpt_path",
-    "save_steps": "checkpoint.every_n_iterations",
-    "scale_rewards": "model.objective.init_args.scale",
-    "seed": "seed_everything",
-    "steps_per_generation": "data.mini_batches",
-    "temperature": "data.temperature",
-    "use_vllm": "data.engine: VLLMEngine",
-    "vllm_gpu_memory_utilization": f"{ENGINE}gpu_memory_utilization",
-    "vllm_importance_sampling_cap": CORRECTION,
-    "vllm_importance_sampling_correction": CORRECTION,
-    "vllm_mode": "data.engine: VLLMEngine is in the trainer's process, RemoteVLLMEngine in one of its own",
-    "vllm_tensor_parallel_size": f"{ENGINE}tensor_parallel_size",
-    "warmup_ratio": "model.warmup",
-    # verl, by as many parts from the end as tell it from others
-    "adv_estimator": "model.objective: GRPO, DrGRPO and the others of configs/objective",
-    "clip_ratio": f"{CLIP}low and clip_high",
-    "clip_ratio_high": f"{CLIP}high",
-    "clip_ratio_low": f"{CLIP}low",
-    "entropy_coeff": "model.objective.init_args.entropy_coefficient",
-    "gpu_memory_utilization": f"{ENGINE}gpu_memory_utilization",
-    "grad_clip": "trainer.gradient_clip_val",
-    "kl_coef": KL,
-    "kl_loss_coef": KL,
-    "loss_agg_mode": f"{REDUCTION}: token for token-mean, sequence for seq-mean-token-mean, sequence_sum for "
-    "seq-mean-token-sum, constant for seq-mean-token-sum-norm",
-    "max_response_length": "data.max_completion_tokens",
-    "model.path": MODEL,
-    "norm_adv_by_std_in_grpo": "model.objective.init_args.scale",
-    "optim.lr": RATE,
-    "ppo_epochs": "data.passes",
-    "ppo_max_token_len_per_gpu": "data.max_tokens_per_micro_batch",
-    "ppo_micro_batch_size_per_gpu": "data.micro_batches, their number",
-    "ppo_mini_batch_size": "data.mini_batches, their number",
-    "rollout.n": "data.group_size",
-    "rollout_is": CORRECTION,
-    "rollout_is_threshold": CORRECTION,
-    "save_freq": "checkpoint.every_n_iterations",
-    "tensor_model_parallel_size": f"{ENGINE}tensor_parallel_size",
-    "test_freq": "trainer.check_val_every_n_epoch",
-    "total_epochs": ITERATIONS,
-    "train_batch_size": "data.prompts_per_iteration",
-    "train_files": ROWS,
-    "val_kwargs.n": "data.evaluation_samples",
-    "val_kwargs.temperature": "data.evaluation_temperature",
+CALLED_ELSEWHERE = {
+    "ckpt_path": "resume_from_checkpoint",
+    "checkpoint.every_n_iterations": "save_steps save_freq",
+    "data.engine.init_args.gpu_memory_utilization": "vllm_gpu_memory_utilization gpu_memory_utilization",
+    "data.engine.init_args.tensor_parallel_size": "vllm_tensor_parallel_size tensor_model_parallel_size",
+    "data.engine: VLLMEngine": "use_vllm",
+    "data.engine: VLLMEngine is in the trainer's process, RemoteVLLMEngine in one of its own": "vllm_mode",
+    "data.evaluation_greedy": "greedy",
+    "data.evaluation_samples": "val_kwargs.n",
+    "data.evaluation_size, problems of an evaluation": "per_device_eval_batch_size",
+    "data.evaluation_temperature": "val_kwargs.temperature",
+    "data.group_size": "num_generations rollout.n",
+    "data.max_completion_tokens": "max_completion_length max_response_length",
+    "data.max_prompt_tokens": "max_prompt_length",
+    "data.max_tokens_per_micro_batch": "ppo_max_token_len_per_gpu",
+    "data.micro_batches": "gradient_accumulation_steps",
+    "data.micro_batches, their number": "ppo_micro_batch_size_per_gpu",
+    "data.mini_batches": "steps_per_generation",
+    "data.mini_batches, their number": "ppo_mini_batch_size",
+    "data.passes": "num_iterations ppo_epochs",
+    "data.prompts_per_iteration": "train_batch_size",
+    "data.prompts_per_iteration, prompts over all devices": "per_device_train_batch_size",
+    "data.prompts_per_iteration, without the completions of each": "generation_batch_size",
+    "data.task.init_args.path": "dataset_name train_files",
+    "data.temperature": "temperature",
+    "model.lr_schedule": "lr_scheduler_type",
+    "model.objective.init_args.clip_high": "epsilon_high clip_ratio_high",
+    "model.objective.init_args.clip_low": "epsilon clip_ratio_low",
+    "model.objective.init_args.clip_low and clip_high": "clip_ratio",
+    "model.objective.init_args.entropy_coefficient": "entropy_coeff",
+    "model.objective.init_args.kl_coefficient": "beta kl_coef kl_loss_coef",
+    "model.objective.init_args.mask_truncated": "mask_truncated_completions",
+    "model.objective.init_args.reduction: token for dapo, sequence for grpo. Others are classes: model.objective is "
+    "DrGRPO for dr_grpo, CISPO for cispo, SAPO for sapo": "loss_type",
+    "model.objective.init_args.reduction: token for token-mean, sequence for seq-mean-token-mean, sequence_sum for "
+    "seq-mean-token-sum, constant for seq-mean-token-sum-norm": "loss_agg_mode",
+    "model.objective.init_args.scale": "scale_rewards norm_adv_by_std_in_grpo",
+    "model.objective: GRPO, DrGRPO and the others of configs/objective": "adv_estimator",
+    "model.optimizer.init_args.lr": "learning_rate optim.lr",
+    "model.policy.init_args.gradient_checkpointing": "gradient_checkpointing",
+    "model.policy.init_args.model": "model_name_or_path model.path",
+    "model.warmup": "warmup_ratio",
+    "seed_everything": "seed",
+    "trainer.callbacks: configs/correction has files to add with --config": "vllm_importance_sampling_cap "
+    "vllm_importance_sampling_correction rollout_is rollout_is_threshold",
+    "trainer.check_val_every_n_epoch": "test_freq",
+    "trainer.check_val_every_n_epoch, in iterations": "eval_steps",
+    "trainer.default_root_dir": "output_dir",
+    "trainer.gradient_clip_val": "max_grad_norm grad_clip",
+    "trainer.logger": "report_to",
+    "trainer.max_epochs, which counts iterations": "max_steps num_train_epochs total_epochs",
 }
-"""The option here, and behind a comma or colon what else is to be known of it."""
+"""By the option here, and behind a comma or colon what else is to be known of it: what TRL and verl call it, of verl as
+many parts from the end as tell it from others."""
+OTHER_NAMES = {name: option for option, names in CALLED_ELSEWHERE.items() for name in names.split()}
 
 
 def here(name: str) -> str | None:

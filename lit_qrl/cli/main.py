@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from lit_qrl.cli import TRAINING
-from lit_qrl.errors import EXIT_CONFIG, EXIT_STOPPED, ConfigError, StoppedError
-from lit_qrl.run import console  # noqa: F401  its clock starts with the command
+from lit_qrl.errors import EXIT_CONFIG, EXIT_STOPPED, ConfigError, StoppedError, nearest
+from lit_qrl.run.console import outlast_readers  # whose clock starts with the command
 from lit_qrl.run.imports import uncollected
 from lit_qrl.run.interrupt import Interrupted, Interruption, deadline
+from lit_qrl.run.torch_settings import let_segments_grow
 from lit_qrl.shipped import SHIPPED
 
 MOMENT = 5.0
@@ -59,9 +60,6 @@ def main(args: Sequence[str] | None = None) -> None:
 
         print(versions())
         return
-    from lit_qrl.run.console import outlast_readers
-    from lit_qrl.run.torch_settings import let_segments_grow
-
     outlast_readers()
     let_segments_grow()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # NCCL's advice, from below Python
@@ -84,8 +82,6 @@ def main(args: Sequence[str] | None = None) -> None:
             deadline.enabled = own and not prints_only(args)
             run_training(args)
         else:
-            from lit_qrl.errors import nearest
-
             raise ConfigError(
                 f"{word!r} is not a command of lit-qrl.", remedy=nearest(word, ["quickstart", *TRAINING, *COMMANDS])
             )

@@ -108,18 +108,11 @@ def _device(name: str) -> Any:
 @contextmanager
 def _bar(unit: str) -> Iterator[Callable[[int, int], None]]:
     """Give a function (done, total) that draws a progress bar on stderr."""
+    from rich import progress as rich
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
 
-    columns = (TextColumn(unit), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    bar = Progress(*columns, console=Console(stderr=True))
+    columns = (rich.BarColumn(), rich.MofNCompleteColumn(), rich.TimeElapsedColumn(), rich.TimeRemainingColumn())
+    bar = rich.Progress(unit, *columns, console=Console(stderr=True))
     task = bar.add_task(unit, total=None)
 
     def progress(done: int, total: int) -> None:

@@ -7,10 +7,8 @@ import shlex
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
-from importlib.util import find_spec
 from inspect import isabstract
 from pathlib import Path
 from pkgutil import resolve_name
@@ -67,7 +65,7 @@ from lit_qrl.run.checkpoint_files import check_identity, read_checkpoint
 from lit_qrl.run.config import RunConfig
 from lit_qrl.run.console import BEGAN, LOG_FILE, kept_from_the_screen, quiet
 from lit_qrl.run.event_log import METRICS_FILE
-from lit_qrl.run.folder import RunLock, absent, keep_last, let_go, place, remove_empty, shown
+from lit_qrl.run.folder import RunLock, keep_last, let_go, place, shown
 from lit_qrl.run.interrupt import Interrupted, InterruptedTogether, check_process
 from lit_qrl.run.loggers import RunCSVLogger
 from lit_qrl.run.stop import stop_where_short
@@ -154,7 +152,6 @@ class QRLCLI(LightningCLI):
     """What lasts as long as the command."""
     dry_run: bool | float
     """Whether nothing is loaded, or the GiB of the GPU that is judged for."""
-    absent: list[Path]
     folder: Path | None
     """Of the run, once it is known."""
 
@@ -163,7 +160,7 @@ class QRLCLI(LightningCLI):
         """Parse `args`, build everything, and run the command."""
         quiet()
         let_place_be_left_out()
-        cls.arguments, cls.lock, cls.parts, cls.absent, cls.folder = args, RunLock(), ExitStack(), [], None
+        cls.arguments, cls.lock, cls.parts, cls.folder = args, RunLock(), ExitStack(), None
         try:
             return cls(
                 GRPOModule,
@@ -182,7 +179,6 @@ class QRLCLI(LightningCLI):
             cls.parts.close()
             cls.lock.release()
             let_go()
-            remove_empty(cls.absent)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse the arguments; what is wrong with a reward function is said in its own words."""
@@ -279,9 +275,8 @@ class QRLCLI(LightningCLI):
             say(f"Not in the working directory, so taken from {SHIPPED}: {', '.join(ours)}.")
         config.ckpt_path = resolve_checkpoint(requested, run, if_possible)
         if command == "fit" and getattr(rank_zero_only, "rank", 0) == 0:
-            if self.dry_run:
-                self.absent.extend(absent(folder / "checkpoints"))
-            self.lock.take(folder)
+            if not self.dry_run or folder.is_dir():  # a dry run makes none
+                self.lock.take(folder)
             if (not self.dry_run or config.ckpt_path is None) and not (last and config.ckpt_path):
                 keep_last(folder, config.ckpt_path)  # a damaged one is written over, where an older one is taken
         if not self.dry_run:
@@ -495,20 +490,21 @@ def leave_in_place(strategy: Strategy) -> None:
     Args:
         strategy: of a Trainer that ends with its process.
     """
-    strategy.teardown = partial(_teardown, strategy, strategy.teardown)
+    teardown = strategy.teardown
 
-
-def _teardown(strategy: Strategy, teardown: Callable[[], None]) -> None:
-    module, optimizers = strategy.lightning_module, strategy.optimizers
-    strategy.optimizers = []
-    if module is not None:
-        module.cpu = lambda: module  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        teardown()
-    finally:  # what a run stopped for is told after this, with what its learner held
-        strategy.optimizers = optimizers
+    def in_place() -> None:
+        module, optimizers = strategy.lightning_module, strategy.optimizers
+        strategy.optimizers = []
         if module is not None:
-            del module.cpu
+            module.cpu = lambda: module  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            teardown()
+        finally:  # what a run stopped for is told after this, with what its learner held
+            strategy.optimizers = optimizers
+            if module is not None:
+                del module.cpu
+
+    strategy.teardown = in_place
 
 
 def again(arguments: Sequence[str]) -> str:
@@ -619,7 +615,7 @@ def completion(shell: str, commands: Mapping[str, str]) -> str:
         commands: those that are functions, and what each does.
 
     Raises:
-        ConfigError: for another shell, or without shtab.
+        ConfigError: for another shell.
     """
     if shell not in SHELLS:
         raise ConfigError(
@@ -628,8 +624,6 @@ def completion(shell: str, commands: Mapping[str, str]) -> str:
             given=shell or None,
             remedy=nearest(shell, SHELLS) if shell else "Name one.",
         )
-    if find_spec("shtab") is None:
-        raise ConfigError("Tab completion needs shtab.", remedy="pip install shtab")
     _AllParsers.others = commands
     try:
         _AllParsers.run(["fit"])

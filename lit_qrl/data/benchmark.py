@@ -31,9 +31,6 @@ class Benchmark:
         top_p: nucleus mass of the samples.
         greedy: also decode greedily.
         completion_tokens: longest answer.
-
-    Raises:
-        ConfigError: a number is out of range, or nothing would be drawn.
     """
 
     task: Task
@@ -45,14 +42,6 @@ class Benchmark:
     top_p: float | None = None
     greedy: bool | None = None
     completion_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.size < 0 or (self.samples is not None and self.samples < 0):
-            raise ConfigError(
-                "A benchmark has a negative size.",
-                expected="size and samples of 0 or more",
-                given=f"size {self.size}, samples {self.samples}",
-            )
 
 
 @dataclass(kw_only=True)
@@ -88,18 +77,15 @@ class EvaluationSet:
 
     def __post_init__(self) -> None:
         where, key = (f"data.benchmarks: {self.name}'s ", "") if self.name else ("data.evaluation_", "evaluation_")
-        if self.temperature == 0:  # of any number of greedy answers each is the same
+        if self.temperature == 0 and self.samples >= 0:  # of any number of greedy answers each is the same
             self.samples, self.pass_at, self.greedy = 0, (), True
         ranges = (
+            ("size", self.size >= 0, "0, which is all, or more"),
             ("temperature", self.temperature >= 0, "0, which is greedy, or more"),
             ("top_p", 0 < self.top_p <= 1, "a number in (0, 1]"),
             ("completion_tokens", self.completion_tokens >= 1, "at least 1"),
+            ("samples", self.samples >= (0 if self.greedy else 1), f"at least 1, or 0 and {key}greedy: true"),
             ("pass_at", all(1 <= k <= max(self.samples, 1) for k in self.pass_at), f"1 to {self.samples} samples"),
-            (
-                "samples",
-                self.samples > 0 or (self.samples == 0 and self.greedy),
-                f"at least 1, or 0 and {key}greedy: true",
-            ),
         )
         for name, good, expected in ranges:
             if not good:

@@ -3,7 +3,8 @@
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from lightning.pytorch import LightningDataModule
@@ -172,15 +173,14 @@ class RolloutDataModule(Described, LightningDataModule):
     @property
     def slots(self) -> Slots:
         """Which groups of an iteration this rank draws and learns from."""
-        ranks = {} if self.trainer is None else {"world_size": self.trainer.world_size}
-        if self.trainer is not None and self.trainer.world_size > 1:
-            ranks["rank"] = self.module.global_rank
-        return Slots(groups=self.prompts_per_iteration, mini_batches=self.mini_batches, **ranks)
+        groups, ranks = self.prompts_per_iteration, self._ranks
+        rank = self.module.global_rank if ranks > 1 else 0
+        return Slots(groups=groups, mini_batches=self.mini_batches, rank=rank, world_size=ranks)
 
     @property
     def prompts_per_rank(self) -> int:
         """Prompts that this rank answers each iteration."""
-        return self.prompts_per_iteration // (self.trainer.world_size if self.trainer else 1)
+        return self.prompts_per_iteration // self._ranks
 
     @property
     def rows(self) -> int:
@@ -201,7 +201,7 @@ class RolloutDataModule(Described, LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Read the task's rows and check every size; runs before any weight is loaded."""
-        check_ranks(self, self.trainer.world_size if self.trainer else 1)
+        check_ranks(self, self._ranks)
         longest = self.max_prompt_tokens + self.max_completion_tokens
         rows, limit = self.rows, self.max_tokens_per_micro_batch
         sequences = 1 if isinstance(self.budget, TokenBudget) else rows // self.parts
@@ -285,12 +285,6 @@ class RolloutDataModule(Described, LightningDataModule):
             self._order = PromptOrder(sources, self.task.weights, self.base_seed, self.task.in_order)
         return [problems[self._order.index(start + i)] for i in numbers]
 
-    def samples(
-        self, problems: Sequence[Problem], completions: Sequence[Completion], task: Task | None = None
-    ) -> list[Sample]:
-        """Return what the rewards see: texts and references, prompt-major; of a benchmark's task where one is given."""
-        return samples_of(problems, completions, task or self.task, self.module.policy.decode)
-
     def judging(self, problems: Sequence[Problem], streams: bool) -> StreamingRewards:
         """Return the rewards of a rollout, at work while it is drawn where the engine hands out what it has finished.
 
@@ -320,9 +314,10 @@ class RolloutDataModule(Described, LightningDataModule):
             task: of a benchmark; None is the run's.
             begun: rewards by name that have begun with these completions.
         """
+        task = task or self.task
         try:
-            total, parts, failed = (task or self.task).score(
-                self.samples(problems, completions, task),
+            total, parts, failed = task.score(
+                samples_of(problems, completions, task, self.module.policy.decode),
                 self.error_reward,
                 max(len(completions) // max(len(problems), 1), 1),
                 lambda name: scoring_progress(self.trainer, name),
@@ -347,29 +342,30 @@ class RolloutDataModule(Described, LightningDataModule):
         """Return the loader whose every pass is one iteration."""
         most = self.budget.most(self.rows)
         self.module.trainer.accumulate_grad_batches = most  # as its length says before anything is drawn
-        return DataLoader(RolloutDataset(self.module, self.updates * most), batch_size=None, num_workers=0)
+        data = RolloutDataset(partial(iterate, self.module), self.updates * most)
+        return DataLoader(data, batch_size=None, num_workers=0)
 
     def val_dataloader(self) -> DataLoader:
         """Return this rank's share of every set to evaluate on, one batch each."""
         rank, size = self.module.global_rank, self.module.trainer.world_size
         shares = [Share(one, index, rank, size) for index, one in enumerate(self.evaluations)]
-        return DataLoader(_Shares(shares), batch_size=None, num_workers=0)
+        # As an iterable, which Lightning does not deal out among the ranks once more.
+        return DataLoader(RolloutDataset(lambda: iter(shares), len(shares)), batch_size=None, num_workers=0)
 
     test_dataloader = predict_dataloader = val_dataloader
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the stream of prompts, at the start of a rollout that is not finished."""
-        return {**self.schedule.state(self.position, self._alone), **self.budget.state()}
+        return {**self.schedule.state(self.position, alone=self._ranks == 1), **self.budget.state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue at the saved position."""
-        self.position = self.schedule.load(state_dict, self._alone)
+        self.position = self.schedule.load(state_dict, alone=self._ranks == 1)
         self.budget.load(state_dict)
 
     @property
-    def _alone(self) -> bool:
-        """True where this is the only process of the learner."""
-        return self.trainer is None or self.trainer.world_size == 1
+    def _ranks(self) -> int:
+        return 1 if self.trainer is None else self.trainer.world_size
 
     def teardown(self, stage: str) -> None:
         """Free the engine and the rewards' workers."""
@@ -390,38 +386,25 @@ class RolloutDataModule(Described, LightningDataModule):
 
 
 class RolloutDataset(IterableDataset):
-    """Yields the micro-batches of one iteration each time it is iterated.
+    """Yields the micro-batches of one iteration each time it is iterated, or the shares of an evaluation.
 
     It has a length, because Lightning fetches one batch ahead from a loader without one and every update would be one
-    step stale; and `__iter__` is a generator, so that nothing runs before the weights of the iteration are published.
+    step stale; and `iterate` is a generator, so that nothing runs before the weights of the iteration are published.
 
     Args:
-        learner: that learns from them.
-        length: micro-batches at most.
+        each: gives what a pass yields.
+        length: of that at most.
     """
 
-    def __init__(self, learner: Learner, length: int) -> None:
-        self.learner, self._length = learner, length
+    def __init__(self, each: Callable[[], Iterator[MicroBatch] | Iterator[Share]], length: int) -> None:
+        self._each, self._length = each, length
 
     def __len__(self) -> int:
         # Where tokens say how many micro-batches there are, `TokenBudget` tells Lightning once they are drawn.
         return self._length
 
-    def __iter__(self) -> Iterator[MicroBatch]:
-        yield from iterate(self.learner)
-
-
-class _Shares(IterableDataset):
-    """Shares of an evaluation; as an iterable, which Lightning does not deal out among the ranks once more."""
-
-    def __init__(self, shares: list[Share]) -> None:
-        self._shares = shares
-
-    def __len__(self) -> int:
-        return len(self._shares)
-
-    def __iter__(self) -> Iterator[Share]:
-        yield from self._shares
+    def __iter__(self) -> Iterator[MicroBatch] | Iterator[Share]:
+        return self._each()
 
 
 def check_sizes(data: RolloutDataModule) -> None:

@@ -25,13 +25,7 @@ CHARACTERS = 64
 
 
 def _goes_beyond(prompt: Any, most: int, policy: CausalPolicy) -> bool:
-    """Return whether the beginning of a prompt alone has more than so many tokens: of a book the rest stays as it is.
-
-    Args:
-        prompt: a text, or messages.
-        most: tokens.
-        policy: with the tokenizer.
-    """
+    """Return whether the beginning of a prompt alone has more than so many tokens: the rest of a book is not read."""
     texts = [prompt] if isinstance(prompt, str) else [message.get("content") for message in prompt]
     long = [text for text in texts if isinstance(text, str) and len(text) > most * CHARACTERS]
     return any(len(policy.encode(text[: most * CHARACTERS])) > most for text in long)

@@ -38,16 +38,7 @@ class MemoryRows:
 
     def read(self, split: str) -> list[dict[str, Any]]:
         """Return the rows, of several sets those of a split."""
-        if "" in self.sets:
-            return self.sets[""]
-        if split not in self.sets:
-            raise ConfigError(
-                f"The data set has no split {split!r}.",
-                expected=", ".join(self.sets),
-                given=split,
-                remedy=nearest(split, self.sets),
-            )
-        return self.sets[split]
+        return self.sets[""] if "" in self.sets else _of_split(self.sets, split, "The data set")
 
     def __str__(self) -> str:
         digest = blake2b(digest_size=5)
@@ -56,6 +47,15 @@ class MemoryRows:
             for row in rows:
                 digest.update(json.dumps(row, default=str, sort_keys=True).encode())
         return f"<{sum(map(len, self.sets.values()))} rows of Python, {digest.hexdigest()}>"
+
+
+def _of_split(sets: Mapping[Any, Any], split: str, what: str) -> Any:
+    if split not in sets:
+        names = [str(name) for name in sets]
+        raise ConfigError(
+            f"{what} has no split {split!r}.", expected=", ".join(names), given=split, remedy=nearest(split, names)
+        )
+    return sets[split]
 
 
 def _as_rows(given: Any) -> list[dict[str, Any]]:
@@ -90,10 +90,15 @@ def read_rows(path: str, split: str = "train", subset: str | None = None) -> lis
         )
     place = Path(path).expanduser()
     if place.is_dir():
-        rows = _read_library(str(place), split, subset, saved=_is_saved(place))
+        saved = (place / "dataset_dict.json").is_file() or (place / "state.json").is_file()
+        rows = _read_library(str(place), split, subset, saved)
     elif place.is_file():
         rows = _read_file(place)
-    elif place.suffix.lower() in _READERS or path.startswith((".", "~", "/")) or _is_folder(place.parent):
+    elif (
+        place.suffix.lower() in _READERS
+        or path.startswith((".", "~", "/"))
+        or (place.parent != Path() and place.parent.is_dir())
+    ):
         raise ConfigError(
             f"The data file {path!r} does not exist.",
             expected="an existing file or folder",
@@ -110,10 +115,6 @@ def read_rows(path: str, split: str = "train", subset: str | None = None) -> lis
             f"The data set {path!r} is empty.", expected="at least one row", given=f"0 rows in {place.name!r}"
         )
     return rows
-
-
-def _is_folder(parent: Path) -> bool:
-    return parent != Path() and parent.is_dir()
 
 
 def _read_file(place: Path) -> list[dict[str, Any]]:
@@ -208,10 +209,6 @@ _READERS: dict[str, Callable[[Path], list[Any]]] = {
 }
 
 
-def _is_saved(folder: Path) -> bool:
-    return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
-
-
 def _read_library(path: str, split: str, subset: str | None, saved: bool) -> list[dict[str, Any]]:
     import datasets
 
@@ -219,14 +216,7 @@ def _read_library(path: str, split: str, subset: str | None, saved: bool) -> lis
         if saved:
             loaded: Any = datasets.load_from_disk(path)
             if isinstance(loaded, datasets.DatasetDict):
-                if split not in loaded:
-                    raise ConfigError(
-                        f"The data set {path!r} has no split {split!r}.",
-                        expected=", ".join(map(str, loaded)),
-                        given=split,
-                        remedy=nearest(split, map(str, loaded)),
-                    )
-                loaded = loaded[split]
+                loaded = _of_split(loaded, split, f"The data set {path!r}")
         else:
             loaded = datasets.load_dataset(path, subset, split=split)
     except ConfigError:

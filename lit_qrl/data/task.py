@@ -4,7 +4,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lit_qrl.rewards.base import Reward, RewardProgress, Sample, Score, Scores, Scoring, no_progress, score_all
+from lit_qrl.errors import ConfigError
+from lit_qrl.rewards.base import Reward, RewardProgress, Sample, Score, Scores, Scoring, score_all
 from lit_qrl.run.description import Described
 
 Row = Mapping[str, Any]
@@ -56,7 +57,7 @@ class Task(Described, ABC):
         samples: Sequence[Sample],
         error_reward: Score = 0.0,
         group_size: int = 1,
-        progress: RewardProgress = no_progress,
+        progress: RewardProgress | None = None,
         begun: Mapping[str, Scoring] | None = None,
     ) -> Scores:
         """Return what the rewards say of samples, as `score_all` does; of `streaming` ones some have `begun`."""
@@ -89,6 +90,12 @@ class ListedTask(Task):
     def __init__(self) -> None:
         self._train: Sequence[Row] = []
         self._evaluation: Sequence[Row] = []
+
+    def check_sizes(self, **sizes: int) -> None:
+        """Raise `ConfigError` for a size below 1."""
+        for what, value in sizes.items():
+            if value < 1:
+                raise ConfigError(f"{type(self).__name__}'s {what} is too small.", expected="1 or more", given=value)
 
     def train_rows(self) -> Sequence[Row]:
         self.setup()

@@ -254,7 +254,12 @@ def padded_parts(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     >>> padded_parts([2, 9, 2, 3, 2, 2], 9)
     [[1], [3, 0, 2], [4, 5]]
     """
-    return _runs(sorted(range(len(lengths)), key=lambda row: -lengths[row]), lengths, capacity)
+    runs: list[list[int]] = [[]]
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        if runs[-1] and (len(runs[-1]) + 1) * max(lengths[runs[-1][0]], 1) > capacity:
+            runs.append([])
+        runs[-1].append(row)
+    return runs
 
 
 def _balanced(cut: Callable[[int], list[list[int]]], low: int, high: int, parts: int) -> list[list[int]]:
@@ -270,15 +275,6 @@ def _balanced(cut: Callable[[int], list[list[int]]], low: int, high: int, parts:
         widest = max(range(len(runs)), key=lambda index: len(runs[index]))
         run = runs.pop(widest)
         runs[widest:widest] = [run[: len(run) // 2], run[len(run) // 2 :]]
-    return runs
-
-
-def _runs(order: Sequence[int], lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    runs: list[list[int]] = [[]]
-    for row in order:
-        if runs[-1] and (len(runs[-1]) + 1) * max(lengths[runs[-1][0]], 1) > capacity:
-            runs.append([])
-        runs[-1].append(row)
     return runs
 
 

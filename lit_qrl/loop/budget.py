@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lit_qrl.loop.batching import deal_by_length, deal_by_tokens, padded_parts, token_parts
@@ -113,7 +112,13 @@ class TokenBudget(MicroBatches):
         most = max(len(known[id(rollout)].rows(rows.tolist()).cut(self.tokens, flat)) for rollout, rows in steps)
         self.parts = widest(most, learner.reduce, learner.device)
         learner.iteration.metrics.value("update/micro_batches", float(self.parts))
-        expect(learner.trainer, len(steps) * self.parts, self.parts)
+        # Until now Lightning's loop, which is in its first batch, takes each sequence for a micro-batch of its own, as
+        # the length of the data set says before anything is drawn.
+        trainer, batches = learner.trainer, len(steps) * self.parts
+        trainer.accumulate_grad_batches, trainer.fit_loop.max_batches = self.parts, batches
+        interval, due = trainer.val_check_interval, trainer.val_check_batch
+        if isinstance(interval, float) and due is not None and math.isfinite(due):
+            trainer.val_check_batch = max(int(batches * interval), 1)
 
     def end(self, learner: Learner) -> None:
         """Choose at the end of the first iteration: optimizer states are there, and its checkpoint is to come."""
@@ -185,20 +190,3 @@ class _Sizes(NamedTuple):
 def _flat(learner: Learner) -> bool:
     """Return whether the learner computes real tokens alone, a group's prompt once."""
     return is_padding_free(learner.policy.network)
-
-
-def expect(trainer: Trainer, batches: int, parts: int) -> None:
-    """Tell Lightning's loop, which is in its first batch, how many there are and after how many it steps.
-
-    Until then it takes each sequence for a micro-batch of its own, as the length of the data set says before anything
-    is drawn.
-
-    Args:
-        trainer: of the run.
-        batches: micro-batches of this epoch.
-        parts: of them, for an optimizer step.
-    """
-    interval = trainer.val_check_interval
-    trainer.accumulate_grad_batches, trainer.fit_loop.max_batches = parts, batches
-    if isinstance(interval, float) and trainer.val_check_batch is not None and math.isfinite(trainer.val_check_batch):
-        trainer.val_check_batch = max(int(batches * interval), 1)

@@ -17,6 +17,7 @@ from lit_qrl.loop.batching import deal_by_length
 from lit_qrl.loop.state import IterationState
 from lit_qrl.objective import Objective
 from lit_qrl.policy import CausalPolicy
+from lit_qrl.rewards.streaming import StreamingRewards
 from lit_qrl.rollout.engine import EngineDiedError, InFlight, RolloutEngine
 from lit_qrl.types import AllReduce, Completion, RolloutBatch, SamplingParams
 
@@ -238,33 +239,6 @@ class MicroBatches:
         """Cut by what a run before was cut by."""
 
 
-class Judging(Protocol):
-    """The rewards of a rollout at work, while it is drawn where an engine hands out what it has finished."""
-
-    @property
-    def streams(self) -> bool:
-        """True where some of them take completions one by one."""
-        ...
-
-    @property
-    def seconds(self) -> float:
-        """That they have worked so far."""
-        ...
-
-    def __call__(self, drawn: Mapping[int, Completion]) -> None:
-        """Take finished completions by their numbers, prompt-major."""
-
-    def again(self) -> None:
-        """Forget everything: the engine died, and all are drawn once more."""
-
-    def rewards(self, completions: Sequence[Completion]) -> tuple[Tensor, dict[str, Tensor], float]:
-        """Return total rewards, the parts by name, and how many samples' rewards failed; NaN is no score."""
-        ...
-
-    def close(self) -> None:
-        """Give up what is not done."""
-
-
 class Share(Protocol):
     """What one process answers of a set of held-out problems."""
 
@@ -340,7 +314,7 @@ class RolloutData(Protocol):
         """Return problems of the stream, counted from a position."""
         ...
 
-    def judging(self, problems: Sequence[Problem], streams: bool) -> Judging:
+    def judging(self, problems: Sequence[Problem], streams: bool) -> StreamingRewards:
         """Return the rewards of a rollout, at work already while it is drawn where `streams`."""
         ...
 

@@ -16,7 +16,7 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.functional._statistics import masked, share
 from lit_qrl.functional.importance import batch_normalized, log_ratio
 from lit_qrl.loop.contracts import Learner
-from lit_qrl.loop.hooks import RLCallback, corrected, overrides, rl_callbacks
+from lit_qrl.loop.hooks import RLCallback, overrides, rl_callbacks
 from lit_qrl.objective import Objective
 from lit_qrl.types import AllReduce, Correction, LossContext, MicroBatch, RolloutBatch, no_all_reduce
 
@@ -64,7 +64,8 @@ def needs_kept(learner: Learner) -> bool:
     sampling = learner.data.sampling
     if not sampling.truncated or sampling.temperature == 0:
         return False
-    return corrected(learner.trainer) or learner.objective.carries_ratio
+    corrects = any(overrides(callback, "correct") for callback in rl_callbacks(learner.trainer))
+    return corrects or learner.objective.carries_ratio
 
 
 @torch.no_grad()

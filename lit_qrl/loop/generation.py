@@ -8,9 +8,10 @@ from typing import Any, TypeVar, cast, get_args
 import torch
 from lightning.pytorch import Trainer
 
-from lit_qrl.loop.contracts import Judging, Learner, Problem
+from lit_qrl.loop.contracts import Learner, Problem
 from lit_qrl.loop.hooks import rl_callbacks
 from lit_qrl.loop.turns import Conversations, TakesTurns
+from lit_qrl.rewards.streaming import StreamingRewards
 from lit_qrl.rollout.engine import Converses, EngineDiedError, Progress
 from lit_qrl.run.interrupt import Cut, EndsTogether
 from lit_qrl.types import Completion, EpisodeEnd, SamplingParams
@@ -29,7 +30,7 @@ def draw(
     stage: str,
     sampling: SamplingParams | None = None,
     positions: Sequence[int] | None = None,
-    judging: Judging | None = None,
+    judging: StreamingRewards | None = None,
 ) -> list[Completion]:
     """Return `n` completions of each problem; when the engine dies and a callback revives it, the same once more.
 
@@ -49,16 +50,35 @@ def draw(
     Raises:
         EngineDiedError: when no callback built the engine again.
     """
-    trainer, prompts = learner.trainer, [problem.prompt_ids for problem in problems]
+    trainer, data, prompts = learner.trainer, learner.data, [problem.prompt_ids for problem in problems]
     options: dict[str, Any] = {} if positions is None else {"positions": positions}
     if judging is not None and judging.streams:
         options["finished"] = judging
+
+    def answered(progress: Progress | None) -> list[Completion]:
+        if not isinstance(task, TakesTurns):
+            return data.engine.generate(prompts, n, seed, progress, sampling, **options)
+        assert isinstance(data.engine, Converses)
+        chat = not isinstance(task.prompt(problems[0].row), str)
+        numbers = range(len(problems)) if positions is None else positions
+        talks = Conversations(
+            task,
+            [problem.row for problem in problems for _ in range(n)],
+            [ids for ids in prompts for _ in range(n)],
+            lambda messages: learner.policy.encode_turn(messages, chat),
+            learner.policy.decode,
+            (sampling or data.sampling).max_tokens,
+            seed,
+            progress,
+            [number * n + i for number in numbers for i in range(n)],
+        )
+        with talks:
+            data.engine.converse(talks, sampling)
+        return talks.completions()
+
     while True:
-        progress = progress_of(trainer, stage, len(prompts) * n)
         try:
-            if isinstance(task, TakesTurns):
-                return _conversations(learner, problems, task, n, seed, progress, sampling, positions)
-            return learner.data.engine.generate(prompts, n, seed, progress, sampling, **options)
+            return answered(progress_of(trainer, stage, len(prompts) * n))
         except EngineDiedError as error:
             revived = [callback.on_engine_died(trainer, learner, error) for callback in rl_callbacks(trainer)]
             if not any(revived):
@@ -87,36 +107,6 @@ def together(learner: Learner, draw: Callable[[], Made]) -> Made:
         made = draw()
     ends.end_together(trainer, learner)
     return cast(Made, made)
-
-
-def _conversations(
-    learner: Learner,
-    problems: Sequence[Problem],
-    task: TakesTurns,
-    n: int,
-    seed: int,
-    progress: Progress | None,
-    sampling: SamplingParams | None,
-    positions: Sequence[int] | None,
-) -> list[Completion]:
-    policy, data = learner.policy, learner.data
-    assert isinstance(data.engine, Converses)
-    chat = not isinstance(task.prompt(problems[0].row), str)
-    numbers = range(len(problems)) if positions is None else positions
-    talks = Conversations(
-        task,
-        [problem.row for problem in problems for _ in range(n)],
-        [problem.prompt_ids for problem in problems for _ in range(n)],
-        lambda messages: policy.encode_turn(messages, chat),
-        policy.decode,
-        (sampling or data.sampling).max_tokens,
-        seed,
-        progress,
-        [number * n + i for number in numbers for i in range(n)],
-    )
-    with talks:
-        data.engine.converse(talks, sampling)
-    return talks.completions()
 
 
 def tell_episodes(learner: Learner, completions: Sequence[Completion]) -> None:

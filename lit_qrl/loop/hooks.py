@@ -115,11 +115,6 @@ def trainer_all_reduce(trainer: Trainer) -> AllReduce:
     return all_reduce
 
 
-def corrected(trainer: Trainer) -> bool:
-    """Return True when some callback looks at learner_old before the update."""
-    return any(overrides(callback, "correct") for callback in rl_callbacks(trainer))
-
-
 EVALUATED = "val/"
 """Metrics of an evaluation begin so; all others are of an iteration."""
 

@@ -24,13 +24,14 @@ import torch
 
 from lit_qrl.functional.advantage import differing
 from lit_qrl.loop.batching import assemble, concatenate, rows_of
-from lit_qrl.loop.contracts import Judging, Learner, PendingRollout, Problem, widest
+from lit_qrl.loop.contracts import Learner, PendingRollout, Problem, widest
 from lit_qrl.loop.correction import ScoredWhen, correct, scored_when
 from lit_qrl.loop.generation import draw, drawn, tell_episodes, together
 from lit_qrl.loop.hooks import rl_callbacks
-from lit_qrl.loop.routing import scored_gates, scored_routes
+from lit_qrl.loop.routing import scored_routes
 from lit_qrl.loop.turns import TakesTurns
 from lit_qrl.network.padding_free import laid_out
+from lit_qrl.rewards.streaming import StreamingRewards
 from lit_qrl.rollout.engine import Estimates
 from lit_qrl.seeding import derive_seed
 from lit_qrl.types import Completion, MicroBatch, RolloutBatch
@@ -108,15 +109,25 @@ def _draw_groups(
         numbers: of the problems among those that all ranks draw in this round; their randomness comes from it.
     """
     data, state, problems = learner.data, learner.iteration, pending.problems
+
+    def drawn_now(judging: StreamingRewards | None = None) -> list[Completion]:
+        # The 0 was a rank's number once; runs of one process repeat what they drew then.
+        seed = derive_seed(data.base_seed, "rollout", learner.trainer.current_epoch, attempt, 0)
+        positions = numbers if data.slots.world_size > 1 else None
+        with state.timed("generate"):
+            return draw(
+                learner, problems, data.task, data.group_size, seed, "rollout", positions=positions, judging=judging
+            )
+
     if not problems:
         if data.engine.draws_together:  # this process has a part of it, which the others ask
-            _draw(learner, problems, attempt, numbers)
+            drawn_now()
         return None
     streams = pending.completions is None and not isinstance(data.task, TakesTurns)
     with closing(data.judging(problems, streams)) as judging:
         completions = pending.completions
         if completions is None:
-            completions = _draw(learner, problems, attempt, numbers, judging)
+            completions = drawn_now(judging)
         if judging.streams:
             state.hidden = (state.hidden or 0.0) + judging.seconds
         tell_episodes(learner, completions)
@@ -132,24 +143,6 @@ def _draw_groups(
     if solved is not None:
         state.metrics.values("rollout/accuracy", solved.float())
     return batch
-
-
-def _draw(
-    learner: Learner,
-    problems: Sequence[Problem],
-    attempt: int,
-    numbers: Sequence[int],
-    judging: Judging | None = None,
-) -> list[Completion]:
-    """Return G completions of each problem; the arguments are those of `_draw_groups`, and who judges meanwhile."""
-    data = learner.data
-    # The 0 was a rank's number once; runs of one process repeat what they drew then.
-    seed = derive_seed(data.base_seed, "rollout", learner.trainer.current_epoch, attempt, 0)
-    positions = numbers if data.slots.world_size > 1 else None
-    with learner.iteration.timed("generate"):
-        return draw(
-            learner, problems, data.task, data.group_size, seed, "rollout", positions=positions, judging=judging
-        )
 
 
 @torch.no_grad()
@@ -175,7 +168,7 @@ def score(learner: Learner, rollout: RolloutBatch) -> RolloutBatch:
     data, objective = learner.data, learner.objective
     chunks = data.budget.scoring_passes(learner, rollout)
     if scored_when(learner) is ScoredWhen.BEFORE:
-        routes, rollout.router_logprobs = scored_routes(learner, rollout), scored_gates(learner, rollout)
+        routes, rollout.router_logprobs = scored_routes(learner, rollout)
         rollout.learner_old_logprobs = learner.score(rollout, chunks, routes)
         rollout.routed_experts = rollout.routed_experts if routes is None else routes
     if objective.kl_coefficient > 0 and not objective.diverges:

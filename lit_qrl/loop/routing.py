@@ -36,27 +36,23 @@ def replayed_level(trainer: Trainer) -> Literal["rollout", "old"] | None:
     return next((callback.replays for callback in rl_callbacks(trainer) if callback.replays), None)
 
 
-def scored_routes(learner: Learner, rollout: RolloutBatch) -> Tensor | None:
-    """Return "b s layers k" for what learner_old chooses when it is scored, or None where nobody replays that."""
-    if replayed_level(learner.trainer) != "old":
-        return None
-    found = routers(learner.policy.network)
-    dtype = route_dtype(max(router.experts for router in found))
-    shape = (*rollout.tokens.shape, len(found), found[0].chosen)
-    return torch.full(shape, unrouted(dtype), dtype=dtype, device=rollout.tokens.device)
-
-
 def _shift_floor(trainer: Trainer) -> float | None:
     return next((one.shift_floor for one in rl_callbacks(trainer) if one.shift_floor is not None), None)
 
 
-def scored_gates(learner: Learner, rollout: RolloutBatch) -> Tensor | None:
-    """Return "b s layers k" for what learner_old's routers give the experts taken, or None where nobody asks."""
-    if _shift_floor(learner.trainer) is None:
-        return None
-    found = routers(learner.policy.network)
+def scored_routes(learner: Learner, rollout: RolloutBatch) -> tuple[Tensor | None, Tensor | None]:
+    """Return "b s layers k" of what learner_old chooses when it is scored, and of what its routers give these experts.
+
+    Either is None where nobody asks for it.
+    """
+    replays, shifts = replayed_level(learner.trainer) == "old", _shift_floor(learner.trainer) is not None
+    if not (replays or shifts):
+        return None, None
+    found, device = routers(learner.policy.network), rollout.tokens.device
     shape = (*rollout.tokens.shape, len(found), found[0].chosen)
-    return torch.zeros(shape, device=rollout.tokens.device)
+    dtype = route_dtype(max(router.experts for router in found))
+    routes = torch.full(shape, unrouted(dtype), dtype=dtype, device=device) if replays else None
+    return routes, torch.zeros(shape, device=device) if shifts else None
 
 
 def shifted(learner: Learner, batch: RolloutBatch, gates: Tensor | None) -> RolloutBatch:

@@ -10,8 +10,8 @@ import math
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch import Tensor
 from lit_qrl.errors import StoppedError
 from lit_qrl.rollout.engine import Progress, Turn, Wait
 from lit_qrl.seeding import derive_seed
-from lit_qrl.types import Completion, Episode, EpisodeEnd, FinishReason
+from lit_qrl.types import Completion, Episode, EpisodeEnd
 
 Messages = Sequence[Mapping[str, Any]]
 Say = Callable[[Messages], Coroutine[Any, Any, str]]
@@ -65,21 +65,14 @@ class TakesTurns(Protocol):
 
 @dataclass(slots=True)
 class _Sequence:
-    """One conversation under way: everything after its prompt."""
+    """One conversation under way; `whole` is everything after its prompt."""
 
     prompt: list[int]
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    drawn: list[bool] = field(default_factory=list)
+    whole: Completion
     turns: int = 0
-    version: int = -1
-    finish_reason: FinishReason = "stop"
     limit: EpisodeEnd = "done"
     answer: "asyncio.Future[Completion] | None" = None
     busy_since: float = 0.0
-    routes: Tensor | None = None
-    kept: list[Tensor] | None = None
-    episode: Episode | None = None
 
 
 class Conversations:
@@ -115,7 +108,10 @@ class Conversations:
         self.numbers = range(len(rows)) if numbers is None else numbers
         self.task, self.rows, self.encode, self.decode = task, rows, encode, decode
         self.max_tokens, self.seed, self.progress = max_tokens, seed, progress
-        self._sequences = [_Sequence(list(prompt)) for prompt in prompts]
+        self._sequences = [
+            _Sequence(list(prompt), Completion(token_ids=[], logprobs=[], finish_reason="stop", version=-1, drawn=[]))
+            for prompt in prompts
+        ]
         self._turns: list[Turn] = []
         self._changed = threading.Condition()
         self._loop = asyncio.new_event_loop()
@@ -167,13 +163,16 @@ class Conversations:
             if isinstance(failure, TurnsOver):
                 ended = failure.ended
             elif failure is not None or play.cancelled():
-                ended, error = "error", "it cancelled itself" if failure is None else _named(failure)
+                ended, error = (
+                    "error",
+                    "it cancelled itself" if failure is None else f"{type(failure).__name__}: {failure}",
+                )
             elif one.turns == 0:
                 ended, error = "error", "it asked for no answer"
             else:
                 score, ended = play.result(), one.limit
         with self._changed:
-            one.episode = Episode(score=score, ended=ended, turns=one.turns, error=error[:500])
+            one.whole.episode = Episode(score=score, ended=ended, turns=one.turns, error=error[:500])
             self._turns = [turn for turn in self._turns if turn.index != index]
             self._finished += 1
             self._changed.notify()
@@ -182,13 +181,17 @@ class Conversations:
 
     async def _played(self, index: int) -> float | None:
         try:
-            return _finite(await self.task.play(self.rows[index], lambda messages: self._say(index, messages)))
+            score: Any = await self.task.play(self.rows[index], lambda messages: self._say(index, messages))
         except (SystemExit, KeyboardInterrupt) as error:  # would end the loop of all
             raise RuntimeError(f"it raised {type(error).__name__}") from error
+        if score is not None and not math.isfinite(score := float(score)):
+            raise ValueError(f"its score is {score}, which is not a finite number")
+        return score
 
     async def _say(self, index: int, messages: Messages) -> str:
         """Return the answer to messages of the environment; `TurnsOver` where a limit is reached."""
-        one = self._sequences[index]
+        one, whole = self._sequences[index], self._sequences[index].whole
+        drawn = cast(list[bool], whole.drawn)
         await asyncio.sleep(0)  # an environment that asks again and again, past its limits, holds up no other
         if one.turns >= self.task.max_turns:
             self._end(one, "turns")
@@ -201,29 +204,29 @@ class Conversations:
             if not said or len(said) > self.task.max_message_tokens:
                 limit = f"more than max_message_tokens = {self.task.max_message_tokens} allows"
                 raise ValueError(f"its message of {characters} characters is {limit if characters else 'empty'}")
-        room = self.max_tokens - len(one.tokens) - len(said)
+        room = self.max_tokens - len(whole.token_ids) - len(said)
         if room < 1:
             self._end(one, "length")
-        one.tokens += said
-        one.logprobs += [0.0] * len(said)
-        one.drawn += [False] * len(said)
+        whole.token_ids += said
+        whole.logprobs += [0.0] * len(said)
+        drawn += [False] * len(said)
         one.answer = asyncio.get_running_loop().create_future()
         seed = derive_seed(self.seed, "turn", self.numbers[index], one.turns)
         with self._changed:
-            self._turns.append(Turn(index=index, tokens=[*one.prompt, *one.tokens], max_tokens=room, seed=seed))
+            self._turns.append(Turn(index=index, tokens=[*one.prompt, *whole.token_ids], max_tokens=room, seed=seed))
             self._changed.notify()
         answer = await one.answer
         one.answer, one.busy_since = None, time.monotonic()
-        one.tokens += answer.token_ids
-        one.logprobs += answer.logprobs
-        one.drawn += [True] * len(answer.token_ids)
+        whole.token_ids += answer.token_ids
+        whole.logprobs += answer.logprobs
+        drawn += [True] * len(answer.token_ids)
         if answer.routed_experts is not None:
-            one.routes = joined(one.routes, answer.routed_experts)
+            whole.routed_experts = joined(whole.routed_experts, answer.routed_experts)
         if answer.kept is not None:
-            known = one.kept or []
-            between = len(one.tokens) - len(answer.token_ids) - len(known)
-            one.kept = [*known, *[torch.empty(0, dtype=torch.int32)] * between, *answer.kept]
-        one.turns, one.version, one.finish_reason = one.turns + 1, answer.version, answer.finish_reason
+            known = whole.kept or []
+            between = len(whole.token_ids) - len(answer.token_ids) - len(known)
+            whole.kept = [*known, *[torch.empty(0, dtype=torch.int32)] * between, *answer.kept]
+        one.turns, whole.version, whole.finish_reason = one.turns + 1, answer.version, answer.finish_reason
         if answer.finish_reason == "length":
             self._end(one, "length")
         return self.decode(answer.token_ids)
@@ -266,7 +269,7 @@ class Conversations:
 
     def has_ended(self, index: int) -> bool:
         """Return True where a sequence has ended."""
-        return self._sequences[index].episode is not None
+        return self._sequences[index].whole.episode is not None
 
     def answered(self, turn: Turn, completion: Completion) -> None:
         """Take the answer of a turn."""
@@ -280,19 +283,7 @@ class Conversations:
 
     def completions(self) -> list[Completion]:
         """Return every sequence as one completion, in the order of the rows."""
-        return [
-            Completion(
-                token_ids=one.tokens,
-                logprobs=one.logprobs,
-                finish_reason=one.finish_reason,
-                version=one.version,
-                drawn=one.drawn,
-                episode=one.episode,
-                routed_experts=one.routes,
-                kept=one.kept,
-            )
-            for one in self._sequences
-        ]
+        return [one.whole for one in self._sequences]
 
 
 def joined(known: Tensor | None, routes: Tensor) -> Tensor:
@@ -305,13 +296,3 @@ def joined(known: Tensor | None, routes: Tensor) -> Tensor:
         routes: of the whole sequence, as the last turn computed it.
     """
     return routes if known is None else torch.cat([known[:-1], routes[len(known) - 1 :]])
-
-
-def _finite(value: Any) -> float | None:
-    if value is not None and not math.isfinite(value := float(value)):
-        raise ValueError(f"its score is {value}, which is not a finite number")
-    return value
-
-
-def _named(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"

@@ -89,7 +89,8 @@ def _rows(
     for group, name, color in zip(groups, names, cycle(COLORS), strict=False):
         own = [_row(runs[i], labels[i], color) for i in group]
         if len(group) > 1:
-            rows.append(_mean_row([runs[i] for i in group], own, name, color))
+            mean = {"kind": "mean", "label": name, "color": color, "iterations": "", "tone": "", "status": ""}
+            rows.append({**own[0], **mean, "numbers": _numbers([runs[i] for i in group])})
             for row in own:
                 row["color"], row["kind"] = "", "of"
         rows += own
@@ -109,11 +110,6 @@ def _row(run: Run, label: str, color: str) -> dict[str, Any]:
         "tone": accuracy_change(run.accuracy)[2] if several else "",
         "status": run.status,
     }
-
-
-def _mean_row(runs: Sequence[Run], own: Sequence[dict[str, Any]], name: str, color: str) -> dict[str, Any]:
-    changed = {"kind": "mean", "label": name, "color": color, "iterations": "", "tone": "", "status": ""}
-    return {**own[0], **changed, "numbers": _numbers(runs)}
 
 
 def _numbers(runs: Sequence[Run]) -> list[str]:

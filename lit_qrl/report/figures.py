@@ -2,8 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from lit_qrl.report import page
@@ -78,7 +77,7 @@ class Figure:
     key: str
     heading: str
     caption: str
-    panels: tuple[Panel, ...] = field(default=())
+    panels: tuple[Panel, ...] = ()
 
 
 def figures_for(runs: Sequence[Source]) -> list[Figure]:
@@ -91,7 +90,7 @@ def figures_for(runs: Sequence[Source]) -> list[Figure]:
             if lines and (panel.compared or len(runs) == 1):
                 panels.append(replace(panel, lines=lines))
         if panels:
-            chosen.append(Figure(figure.key, figure.heading, figure.caption, tuple(panels)))
+            chosen.append(replace(figure, panels=tuple(panels)))
     return chosen
 
 
@@ -431,12 +430,6 @@ def running_mean(values: Sequence[float], width: int) -> list[float]:
     return means
 
 
-def histograms_of(run: Run) -> list[dict[str, Any]]:
-    """Return the run's histograms that are whole."""
-    listed = run.histograms.get("histograms")
-    return [one for one in listed if _is_whole(one)] if isinstance(listed, list) else []
-
-
 def draw_histograms(histograms: list[dict[str, Any]]) -> tuple[bytes, bytes]:
     """Return the PNGs of all histograms, side by side, for light and dark pages."""
     from matplotlib import rc_context
@@ -465,23 +458,3 @@ def draw_histograms(histograms: list[dict[str, Any]]) -> tuple[bytes, bytes]:
                 axes.axvline(position, color=ink["faint"], linewidth=1.0, linestyle="--")
             axes.set_xlabel(str(one["x"].get("label", "")), fontsize=8, color=ink["faint"])
         return _light_and_dark(sheet)
-
-
-def _is_whole(one: Any) -> bool:
-    try:
-        edges = [_checked(one[axis]["edges"]) for axis in ("x", "y") if axis in one]
-        counts, width = one["counts"], len(edges[0]) - 1
-        rows = list(counts.values()) if isinstance(counts, dict) else counts
-        lengths = {len(_checked(row, rising=False)) for row in rows}
-    except (KeyError, TypeError, ValueError, AttributeError):
-        return False
-    if isinstance(counts, dict):
-        return lengths == {width}
-    return len(edges) == 2 and len(counts) == width and lengths == {len(edges[1]) - 1}
-
-
-def _checked(values: list[float], rising: bool = True) -> list[float]:
-    """Return finite numbers, which rise where they are edges; raise for any others."""
-    if not all(map(math.isfinite, values)) or (rising and not all(a < b for a, b in pairwise(values))):
-        raise ValueError(values)
-    return values

@@ -168,7 +168,7 @@ def samples_section(run: Run) -> Section | None:
     if not by_iteration:
         return None
     kept = fitting(list(by_iteration), [sum(map(_size, group)) for group in by_iteration.values()], PAGE_CHARACTERS)
-    groups = [{"iteration": i, "version": _version(by_iteration[i]), "samples": by_iteration[i]} for i in kept]
+    groups = [{"iteration": i, "version": by_iteration[i][0]["version"], "samples": by_iteration[i]} for i in kept]
     all_shown = [sample for group in groups for sample in group["samples"]]
     caption = "What the policy wrote in training, spread evenly over each iteration's prompts, not selected by reward."
     if len(kept) < len(by_iteration):
@@ -209,7 +209,7 @@ def shown(sample: dict[str, Any]) -> dict[str, Any]:
         "value": value,
         "version": sample.get("version"),
         "tone": "" if good is None else "good" if good else "bad",
-        "parts": [f"{name} {number(part) if _plain(part) else part}" for name, part in listed],
+        "parts": [f"{name} {part if isinstance(part, str) else number(part)}" for name, part in listed],
     }
 
 
@@ -300,14 +300,6 @@ def _size(sample: dict[str, Any]) -> int:
     own = sum(len(piece["text"]) + (MARKUP if "shade" in piece else 0) for piece in sample["pieces"])
     own += sum(len(text) + 2 * MARKUP for _, text in sample["stages"])
     return own + len(sample["prompt"]) + len(sample["answer"] or "") + 20 * MARKUP
-
-
-def _version(samples: Sequence[dict[str, Any]]) -> Any:
-    return samples[0]["version"] if samples else None
-
-
-def _plain(value: Any) -> bool:
-    return value is None or isinstance(value, (int, float))
 
 
 def _numbers(values: Any) -> list[float | None]:

@@ -6,6 +6,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -190,24 +191,25 @@ class Run:
         if start is None or last is None:
             return math.fsum(self.series("time/iteration").values) or None
         if self.status == "running":
-            last = max(last, _modified(self.folder / METRICS_FILE))
+            with suppress(OSError):
+                last = max(last, (self.folder / METRICS_FILE).stat().st_mtime)
         return total + max(last - start, 0.0)
 
     @property
     def layers(self) -> dict[str, str]:
         """For every tensor name the format that was loaded at the last publish."""
-        layers = self.publish.get("layers") if isinstance(self.publish, dict) else None
+        layers = self.publish.get("layers")
         return {str(name): str(format) for name, format in layers.items()} if isinstance(layers, dict) else {}
 
     @property
     def sizes(self) -> dict[str, int]:
         """For every tensor name the bytes that were sent of it; empty where the run did not say."""
-        sizes = self.publish.get("sizes") if isinstance(self.publish, dict) else None
+        sizes = self.publish.get("sizes")
         return {str(name): int(n) for name, n in sizes.items() if _number(n)} if isinstance(sizes, dict) else {}
 
     def share(self, kind: str) -> float | None:
         """Return the `quantized` or `verified` share of the sampler, or None where the run did not say."""
-        return _number(self.publish.get(f"{kind}_share")) if isinstance(self.publish, dict) else None
+        return _number(self.publish.get(f"{kind}_share"))
 
     @property
     def format(self) -> str | None:
@@ -217,12 +219,12 @@ class Run:
             return max(sorted(set(quantized)), key=quantized.count)
         if self.layers:
             return max(sorted(set(self.layers.values())), key=list(self.layers.values()).count)
-        return short_name(self._started("format") or self.setting("publisher", "format"))
+        return short_name(self.setting("publisher", "format"))
 
     @property
     def correction(self) -> str | None:
         """Names of the corrections, joined; `none` when the run says that it has none."""
-        names = self._started("corrections")
+        names = self.started.get("corrections")
         if not isinstance(names, list):
             callbacks = self.setting("trainer", "callbacks")
             if not self.config:
@@ -232,12 +234,6 @@ class Run:
                 short_name(c) for c in listed if not _class_path(c).startswith(("lightning.", "pytorch_lightning."))
             ]
         return " + ".join(str(name) for name in names) or "none"
-
-    def _started(self, key: str) -> Any:
-        for event in reversed(self.events):
-            if event.get("kind") == "start" and event.get(key) is not None:
-                return event[key]
-        return None
 
     @property
     def started(self) -> dict[str, Any]:
@@ -336,13 +332,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     return loaded if isinstance(loaded, dict) else {}
 
 
-def _modified(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0
-
-
 NOT_SETTINGS = ("seed_everything", "ckpt_path", "resume_if_possible", "trainer.default_root_dir", "data.seed")
 """Settings in which two runs of one configuration may differ; a task's seed makes other problems, so it counts."""
 BAND = "± one standard error of the mean over seeds"
@@ -421,12 +410,9 @@ def by_configuration(runs: Sequence[Run]) -> list[list[int]]:
     """
     groups: dict[str, list[int]] = {}
     for index, run in enumerate(runs):
-        groups.setdefault(_identity(run) or f"alone {index}", []).append(index)
+        settings = json.dumps(_without(run.config, ""), sort_keys=True, default=str) if run.config else ""
+        groups.setdefault(settings or f"alone {index}", []).append(index)
     return list(groups.values())
-
-
-def _identity(run: Run) -> str:
-    return json.dumps(_without(run.config, ""), sort_keys=True, default=str) if run.config else ""
 
 
 def _without(value: Any, path: str) -> Any:

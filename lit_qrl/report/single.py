@@ -17,7 +17,6 @@ from lit_qrl.report.figures import (
     draw,
     draw_histograms,
     figures_for,
-    histograms_of,
 )
 from lit_qrl.report.page import samples_section, shorten
 from lit_qrl.report.run import BOUNDS, Run, Series, where_time_went
@@ -181,8 +180,7 @@ def _evaluation(run: Run) -> page.Section | None:
 
 
 def _histograms(run: Run, out: Path) -> page.Section | None:
-    histograms = histograms_of(run)
-    if not histograms:
+    if not (histograms := run.histograms.get("histograms")):
         return None
     iteration = run.histograms.get("iteration")
     caption = f"The tokens of iteration {iteration}." if iteration is not None else ""
@@ -240,12 +238,9 @@ def _layers(run: Run) -> page.Section | None:
 
 
 def _config(run: Run) -> page.Section | None:
-    text = run.config_text.strip()
-    return (
-        page.Section("config", "Configuration", "config.html", note="config.yaml of this run", text=text)
-        if text
-        else None
-    )
+    if not (text := run.config_text.strip()):
+        return None
+    return page.Section("config", "Configuration", "config.html", note="config.yaml of this run", text=text)
 
 
 def _is_time(value: Any) -> bool:

@@ -136,10 +136,6 @@ RewardProgress = Callable[[str], Callable[[int, int], None] | None]
 """From a reward's name to what is called with (samples done, samples), or None where nothing shows it."""
 
 
-def no_progress(name: str) -> None:
-    """Return None: nothing shows how far a reward is."""
-
-
 class Scores(NamedTuple):
     """What `score_all` returns.
 
@@ -210,7 +206,7 @@ def score_all(
     samples: Sequence[Sample],
     error_reward: Score = 0.0,
     group_size: int = 1,
-    progress: RewardProgress = no_progress,
+    progress: RewardProgress | None = None,
     begun: Mapping[str, Scoring] = {},
 ) -> Scores:
     """Return the weighted sum of all rewards for each sample, and the parts.
@@ -224,7 +220,7 @@ def score_all(
         samples: the completions, prompt-major.
         error_reward: total of a sample with a failed reward, and its part; None leaves it out.
         group_size: completions of each prompt.
-        progress: from a reward's name to what shows how far it is.
+        progress: from a reward's name to what shows how far it is; None where nothing does.
         begun: rewards by name that have begun with these samples already.
 
     Raises:
@@ -242,13 +238,16 @@ def score_all(
     failed: set[int] = set()
     left_out: set[int] = set()
     for reward in rewards:
-        reward.progress = progress(reward.name)
+        reward.progress = None if progress is None else progress(reward.name)
         work = begun[reward.name].scores if reward.name in begun else reward
         whole = reward.batched or reward.name in begun
         scores, failures = _scored(reward, samples, work) if whole else _scored_singly(reward, samples)
         parts[reward.name] = [error_reward if i in failures else score for i, score in enumerate(scores)]
         failed.update(failures)
-        _warn(reward, failures, len(samples))
+        if failures:
+            position, why = min(failures.items())
+            text = "Reward %r failed on %d of %d samples; the first (%d): %s"
+            log.warning(text, reward.name, len(failures), len(samples), position, why)
         for start in range(0, len(samples), group_size):
             group = range(start, min(start + group_size, len(samples)))
             missing = [i for i in group if scores[i] is None and i not in failures]
@@ -272,10 +271,7 @@ def _scored(
 ) -> tuple[list[Score], dict[int, str]]:
     """Return the scores of one call, and the failures by position; of a call that failed, all of them.
 
-    Args:
-        reward: that is asked.
-        samples: to score.
-        work: the reward, or what of it has begun.
+    What is called is `work`: the reward, or what of it has begun.
     """
     try:
         returned = call(work, samples, seconds=reward.time_limit)
@@ -336,13 +332,6 @@ def _told(error: Exception) -> str:
 
 def _shown(sample: Sample) -> str:
     return f"the completion {sample.completion[:60]!r} of the prompt {sample.prompt[-60:]!r}"
-
-
-def _warn(reward: Reward, failures: Mapping[int, str], count: int) -> None:
-    if failures:
-        position, why = min(failures.items())
-        text = "Reward %r failed on %d of %d samples; the first (%d): %s"
-        log.warning(text, reward.name, len(failures), count, position, why)
 
 
 def checked(reward: Reward, returned: Any, samples: Sequence[Sample], first: int = 0) -> list[Score]:

@@ -11,7 +11,7 @@ from math import isqrt
 from typing import Any
 
 from lit_qrl.rewards.base import Reward, Sample
-from lit_qrl.rewards.math.reward import last_tagged
+from lit_qrl.rewards.math.reward import tagged_or_whole
 
 MAX_CHARACTERS = 200
 """Six numbers of four digits with all operators and brackets take under 60."""
@@ -108,9 +108,7 @@ class CountdownReward(Reward):
     @staticmethod
     def parse(completion: str, target: Fraction) -> tuple[Fraction, list[int]] | None:
         """Return the value and the numbers of a completion's expression, or None."""
-        tagged = last_tagged(completion)
-        text = (completion if tagged is None else tagged).translate(_SPELLINGS)
-        expression, equals, stated = text.partition("=")
+        expression, equals, stated = tagged_or_whole(completion).translate(_SPELLINGS).partition("=")
         if equals and (not re.fullmatch(rf"\s*[0-9]{{1,{MAX_DIGITS}}}\s*", stated) or int(stated) != target):
             return None
         return evaluate(expression)
@@ -208,8 +206,7 @@ class SudokuReward(Reward):
                 "A Sudoku row is not a puzzle and its solution. Expected: as many digits in both, a square number. "
                 f"Given: {puzzle!r} and {solution!r}. Keep the columns as text, since numbers lose leading zeros."
             )
-        tagged = last_tagged(sample.completion)
-        grid = read_grid(sample.completion if tagged is None else tagged, size)
+        grid = read_grid(tagged_or_whole(sample.completion), size)
         if grid is None or any(given not in ("0", cell) for given, cell in zip(puzzle, grid, strict=True)):
             return 0.0
         if is_solved(grid):

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from contextlib import nullcontext
-from functools import cache
 from typing import Any
 
 from lit_qrl.rewards.limit import abandon, end_if_held, in_thread
@@ -204,20 +203,17 @@ def _begun(awaitable: Any) -> "Future[Any]":
     return asyncio.run_coroutine_threadsafe(awaited(), _loop("functions"))
 
 
+_loops: dict[str, asyncio.AbstractEventLoop] = {}
 _one_at_a_time = threading.Lock()
 
 
 def _loop(name: str) -> asyncio.AbstractEventLoop:
     """Return an event loop of this process's rewards; it stays open, so that a client may live longer than a call."""
     with _one_at_a_time:  # the first calls come from several threads, which would make a loop each
-        return _made_loop(name)
-
-
-@cache
-def _made_loop(name: str) -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name=f"reward {name}", daemon=True).start()
-    return loop
+        if name not in _loops:
+            _loops[name] = asyncio.new_event_loop()
+            threading.Thread(target=_loops[name].run_forever, name=f"reward {name}", daemon=True).start()
+        return _loops[name]
 
 
 def awaited(result: Any, timeout: float) -> Any:

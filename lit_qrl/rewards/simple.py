@@ -7,7 +7,7 @@ from typing import Any
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.rewards.base import Reward, Sample
-from lit_qrl.rewards.math.reward import last_tagged
+from lit_qrl.rewards.math.reward import tagged_or_whole
 
 
 class ConstantReward(Reward):
@@ -52,11 +52,8 @@ class ExactMatchReward(Reward):
         self.weight, self.name = weight, name
 
     def __call__(self, samples: Sequence[Sample]) -> list[float]:
-        return [float(self._answer(sample.completion) == str(sample.reference).strip()) for sample in samples]
-
-    def _answer(self, completion: str) -> str:
-        tagged = last_tagged(completion)
-        return (completion if tagged is None else tagged).strip()
+        pairs = ((tagged_or_whole(sample.completion), str(sample.reference)) for sample in samples)
+        return [float(answer.strip() == gold.strip()) for answer, gold in pairs]
 
     def unscorable(self, sample: Sample) -> str | None:
         empty = sample.reference is None or not str(sample.reference).strip()

@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.tensor import DTensor
-from torch.serialization import get_crc32_options, set_crc32_options
 from torch.utils import _pytree as pytree
+from torch.utils.serialization import config
 
 from lit_qrl.errors import ConfigError, StoppedError, listed, not_written, out_of_memory
 from lit_qrl.run.folder import shown
@@ -138,7 +138,8 @@ class CheckpointFiles:
             try:
                 if target == targets[0] or not _same_file(targets[0], partial):
                     staged = pytree.tree_map(lambda leaf: leaf.made() if isinstance(leaf, Later) else leaf, staged)
-                    with partial.open("wb") as file, _without_sums():
+                    # without the sums that nobody looks at: the run would stand still while they are made
+                    with partial.open("wb") as file, config.patch("save.compute_crc32", False):
                         torch.save(staged, file)
                         file.flush()
                         os.fsync(file.fileno())
@@ -149,17 +150,6 @@ class CheckpointFiles:
                 with suppress(OSError):
                     partial.unlink(missing_ok=True)
                 return
-
-
-@contextmanager
-def _without_sums() -> Iterator[None]:
-    """Leave out the sums that `torch.load` does not look at: the run would stand still while they are made."""
-    before = get_crc32_options()
-    set_crc32_options(False)
-    try:
-        yield
-    finally:
-        set_crc32_options(before)
 
 
 def _same_file(written: Path, name: Path) -> bool:

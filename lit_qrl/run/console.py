@@ -6,7 +6,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, redirect_stderr, suppress
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, TextIO
@@ -85,15 +85,9 @@ def _to_the_file(shows: Callable[..., None]) -> Callable[..., None]:
     return show
 
 
-@contextmanager
-def without_bars() -> Iterator[None]:
+def without_bars() -> AbstractContextManager[Any]:
     """Keep progress bars of a library that has no option for it from the present stderr."""
-    before = sys.stderr
-    sys.stderr = _WithoutBars(before)  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        yield
-    finally:
-        sys.stderr = before
+    return redirect_stderr(_WithoutBars(sys.stderr))
 
 
 class _WithoutBars:

@@ -172,10 +172,12 @@ def new_folder(base: Path) -> Path:
         return next_free(base)
     folder = next_free(base)
     try:
-        base.mkdir(parents=True, exist_ok=True)
-        while not _make(folder):
-            folder = next_free(base)
+        while True:
             base.mkdir(parents=True, exist_ok=True)
+            with suppress(FileExistsError, FileNotFoundError):  # another run took it, or took its empty parent away
+                folder.mkdir()
+                break
+            folder = next_free(base)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
@@ -183,14 +185,6 @@ def new_folder(base: Path) -> Path:
     _made.append(folder)
     os.environ[HANDED_ON] = str(folder)
     return folder
-
-
-def _make(folder: Path) -> bool:
-    try:
-        folder.mkdir()
-    except (FileExistsError, FileNotFoundError):  # another run took it, or took its empty parent away
-        return False
-    return True
 
 
 def let_go() -> None:
@@ -207,46 +201,15 @@ def let_go() -> None:
                 above.rmdir()  # ends at the first that is not empty
 
 
-ATTEMPTS = 20
-"""To make a folder that another process of the run makes and removes at the same moment."""
-
-
 def check_place(run_folder: Path) -> None:
-    """Raise `ConfigError` for a run folder that cannot be made or written; leave no empty one behind."""
-    for attempt in range(ATTEMPTS):
-        made: list[Path] = []
+    """Raise `ConfigError` for a run folder that cannot be made or written; nothing is made to find out."""
+    for place in (run_folder.absolute(), *run_folder.absolute().parents):
         try:
-            for folder in reversed(absent(run_folder)):
-                folder.mkdir(exist_ok=True)
-                made.append(folder)
-            with tempfile.TemporaryFile(dir=run_folder):
+            with tempfile.TemporaryFile(dir=place):
                 return
-        except (FileNotFoundError, FileExistsError) as error:  # another process takes away what it made to look
-            if attempt == ATTEMPTS - 1 or Path(error.filename).is_file():
+        except OSError as error:  # what is not there yet is made in the folder above
+            if not isinstance(error, FileNotFoundError) or place.is_symlink():
                 raise _unwritable(run_folder, error) from error
-            time.sleep(0.01 * attempt)
-        except OSError as error:
-            raise _unwritable(run_folder, error) from error
-        finally:
-            with suppress(OSError):  # another run has begun to write there
-                for folder in reversed(made):
-                    folder.rmdir()
-
-
-def absent(folder: Path) -> list[Path]:
-    """Return a folder and those above it that do not exist, the innermost first."""
-    missing, place = [], folder.absolute()
-    while not place.exists() and place != place.parent:
-        missing.append(place)
-        place = place.parent
-    return missing
-
-
-def remove_empty(folders: Iterable[Path]) -> None:
-    """Remove folders that are there and empty, in their order."""
-    for folder in folders:
-        with suppress(OSError):  # not there, or not empty
-            folder.rmdir()
 
 
 def _unwritable(folder: Path, error: OSError) -> ConfigError:

@@ -47,20 +47,14 @@ class RunCSVLogger(Logger):
         """Empty, so that Lightning puts checkpoints into the run folder itself."""
         return ""
 
-    @property
-    def version(self) -> str:
-        """Empty, for the same reason."""
-        return ""
+    version = name
 
     @property
     def save_dir(self) -> str:
         """The run folder."""
         return str(self._folder)
 
-    @property
-    def log_dir(self) -> str:
-        """The run folder."""
-        return str(self._folder)
+    log_dir = save_dir
 
     @property
     def path(self) -> Path:
@@ -81,7 +75,7 @@ class RunCSVLogger(Logger):
         new = [name for name in row if name not in columns]
         if new or not self.path.exists():
             rows = self._read() if self.path.exists() else []
-            self._columns = columns = sorted({*columns, *new}, key=_column_order)
+            self._columns = columns = sorted({*columns, *new}, key=lambda one: (one != "epoch", one != "step", one))
             self._replace(columns, [*rows, row])
             return
         with named(self.path), self.path.open("a", encoding="utf-8", newline="") as file:
@@ -110,20 +104,15 @@ class RunCSVLogger(Logger):
 
     def _open(self) -> list[str]:
         """Return the file's columns; a last line without its end, left by a crash, is cut off once."""
-        if self._columns is not None:
-            return self._columns
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._columns = []
-        if self.path.exists():
-            data = self.path.read_bytes()
+        if self._columns is None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            data = self.path.read_bytes() if self.path.exists() else b""
             whole = data[: data.rfind(b"\n") + 1]
             if whole != data:
                 with replacing(self.path) as file:
                     file.write(whole)
-            reader = csv.reader(io.StringIO(whole.decode("utf-8", errors="replace"), newline=""))
-            self._columns = next(reader, [])
-            if not self._columns:
-                self.path.unlink()
+            text = io.StringIO(whole.decode("utf-8", errors="replace"), newline="")
+            self._columns = next(csv.reader(text), [])
         return self._columns
 
     def _read(self) -> list[dict[str, Any]]:
@@ -141,10 +130,6 @@ def _as_csv(columns: list[str], rows: list[dict[str, Any]]) -> str:
     writer = csv.DictWriter(text, columns, restval="", extrasaction="ignore", lineterminator="\n")
     writer.writerows(rows)
     return text.getvalue()
-
-
-def _column_order(name: str) -> tuple[bool, bool, str]:
-    return (name != "epoch", name != "step", name)
 
 
 def _is_before(row: Mapping[str, Any], epoch: int, step: int) -> bool:

@@ -10,6 +10,7 @@ from typing import Any, NoReturn, Protocol, TypeVar, runtime_checkable
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from lit_qrl.errors import ConfigError, MemoryShortageError, StoppedError, asked, out_of_memory
 from lit_qrl.run.event_log import event
@@ -120,11 +121,11 @@ def in_use(trainer: Any) -> str:
     if module is None or device is None:
         return ""
     parameters = list(module.parameters())
-    optimizers = [one.state_dict() for one in trainer.optimizers]
+    states = tree_leaves([one.state_dict() for one in trainer.optimizers])
     held = {
         "weights": _bytes([*parameters, *module.buffers()], device),
         "gradients": _bytes([one.grad for one in parameters if one.grad is not None], device),
-        "optimizer states": _bytes(_tensors(optimizers), device),
+        "optimizer states": _bytes([one for one in states if isinstance(one, Tensor)], device),
     }
     told = ", ".join(f"{_size(size)} of {name}" for name, size in held.items())
     sentence = f"The learner holds {told} on {device}"
@@ -171,17 +172,6 @@ def _remedies(trainer: Any, module: Any, data: Any) -> Iterator[str]:
         yield "more GPUs, or offload: true of ShardedStrategy"
     if getattr(policy, "lora", None) is None:
         yield "an adapter instead of all weights (model.policy.lora)"
-
-
-def _tensors(held: Any) -> Iterator[Tensor]:
-    if isinstance(held, Tensor):
-        yield held
-    elif isinstance(held, dict):
-        for one in held.values():
-            yield from _tensors(one)
-    elif isinstance(held, (list, tuple)):
-        for one in held:
-            yield from _tensors(one)
 
 
 def _bytes(tensors: Iterable[Any], device: torch.device) -> int:

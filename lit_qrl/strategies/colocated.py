@@ -61,8 +61,8 @@ class ColocatedStrategy(Described, SingleDeviceStrategy):
             )
         self._devices, self._root_device = devices, devices[0]
 
-    def begin_rollout(self, engine: RolloutEngine) -> None:
-        """Make room, and wake the engine."""
+    def begin_rollout(self) -> None:
+        """Make room for the engine, before it wakes."""
         module: Any = self.lightning_module
         if module.trainer.training:  # an evaluation may stand in the middle of an accumulated step
             for parameter in module.parameters():
@@ -72,7 +72,6 @@ class ColocatedStrategy(Described, SingleDeviceStrategy):
                 self.offloaded.to_host(self.optimizers)
         if self.root_device.type == "cuda":
             torch.cuda.empty_cache()  # the engine cannot use what torch keeps for itself
-        wake(engine)
 
     def begin_update(self, engine: RolloutEngine) -> None:
         """Send the engine to sleep, and take the memory back."""
@@ -83,20 +82,9 @@ class ColocatedStrategy(Described, SingleDeviceStrategy):
                 self.offloaded.to_device(self.optimizers)
 
 
-def sleep_level(engine: RolloutEngine) -> int:
-    """Return what the engine's `sleep` does, 0 where it never sleeps."""
-    return engine.sleep_level if isinstance(engine, Sleeps) else 0
-
-
-def wake(engine: RolloutEngine) -> None:
-    """Wake an engine that can sleep."""
-    if isinstance(engine, Sleeps):
-        engine.wake()
-
-
 def check_phases(trainer: Trainer, engine: RolloutEngine, every_n_iterations: int) -> None:
     """Raise `ConfigError` when engine, strategy and publisher do not agree on who holds what and sleeps when."""
-    strategy, level = trainer.strategy, sleep_level(engine)
+    strategy, level = trainer.strategy, engine.sleep_level if isinstance(engine, Sleeps) else 0
     check_strategy(strategy)
     if isinstance(strategy, ColocatedStrategy):
         if not level and not strategy.offload_optimizer:
@@ -123,12 +111,11 @@ def check_phases(trainer: Trainer, engine: RolloutEngine, every_n_iterations: in
 
 
 def begin_rollout(trainer: Trainer, engine: RolloutEngine) -> None:
-    """Wake the engine as the Trainer's strategy wants it."""
-    strategy = trainer.strategy
-    if isinstance(strategy, ColocatedStrategy):
-        strategy.begin_rollout(engine)
-    else:
-        wake(engine)
+    """Wake an engine that sleeps, where the Trainer's strategy has made room for it."""
+    if isinstance(trainer.strategy, ColocatedStrategy):
+        trainer.strategy.begin_rollout()
+    if isinstance(engine, Sleeps):
+        engine.wake()
 
 
 def begin_update(trainer: Trainer, module: Any) -> None:

@@ -410,12 +410,13 @@ def trainer_settings(trainer: Trainer, without: tuple[type, ...] = ()) -> dict[s
     """
     plugin, strategy, clip = trainer.precision_plugin, trainer.strategy, trainer.gradient_clip_algorithm
     quantized = isinstance(plugin, PublishingPrecision)
+    plain = "auto" if trainer.world_size == 1 else getattr(strategy, "strategy_name", "auto")
     callbacks = [one for one in trainer.callbacks if type(one) not in without]  # pyright: ignore[reportAttributeAccessIssue]
     return {
         "accelerator": trainer.accelerator.name(),
         "devices": trainer.num_devices,
         "num_nodes": trainer.num_nodes,
-        "strategy": describe(strategy) if isinstance(strategy, Described) else _strategy_name(trainer),
+        "strategy": describe(strategy) if isinstance(strategy, Described) else plain,
         "precision": None if quantized else trainer.precision,
         "plugins": [describe(plugin)] if quantized else None,
         "gradient_clip_algorithm": None if clip is None else clip.value,
@@ -426,7 +427,3 @@ def trainer_settings(trainer: Trainer, without: tuple[type, ...] = ()) -> dict[s
         "enable_model_summary": False,
         **{name: getattr(trainer, name) for name in PLAIN_SETTINGS},
     }
-
-
-def _strategy_name(trainer: Trainer) -> str:
-    return "auto" if trainer.world_size == 1 else getattr(trainer.strategy, "strategy_name", "auto")

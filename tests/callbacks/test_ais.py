@@ -50,16 +50,6 @@ def test_minibatch_scope_measures_each_and_ignores_the_rollout():
     assert float(first.metrics["correction/alpha"]) != float(second.metrics["correction/alpha"])
 
 
-def test_rollout_scope_without_a_rollout_or_the_learners_logprobs_says_so():
-    callback = AIS(scope="rollout")
-    with pytest.raises(ConfigError, match="no rollout"):
-        callback.correct(None, None, context())
-    batch = rollout(context())
-    batch.learner_old_logprobs = None
-    with pytest.raises(ConfigError, match="learner_old_logprobs"):
-        callback.on_rollout_end(trainer(), None, batch)
-
-
 def test_alpha_is_global_over_ranks():
     whole = AIS(saturation=0.5).correct(None, None, context())
     parts = Ranks(2).run(

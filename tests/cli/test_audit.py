@@ -60,7 +60,7 @@ def test_the_same_seed_measures_the_same(arguments, tmp_path):
         (["--model", "./nothing"], r"does not exist"),
         (["--max_prompt_tokens", "1"], r"longer than --max_prompt_tokens"),
         (["--samples", "0"], r"--samples is too small"),
-        (["--temperature", "0"], r"--temperature is out of range"),
+        (["--temperature", "0"], r"--temperature is too small"),
         (["--chat", "true"], r"no chat template"),
         (["--out", "no/where.json"], r"--out cannot be written"),
         (["--config", "configs/quickstart.yaml"], r"has them twice.*--model, --prompts, --config"),

@@ -2,7 +2,7 @@ import pytest
 import torch
 import yaml
 
-from lit_qrl.cli.audit import Sizes, audit, of_run
+from lit_qrl.cli.audit import audit, of_run
 from lit_qrl.cli.parser import run as called
 from lit_qrl.errors import ConfigError
 from lit_qrl.rollout import TransformersEngine
@@ -37,7 +37,7 @@ def run_file(tmp_path, monkeypatch):
 
 def test_a_run_says_what_is_drawn_and_options_come_before_it(run_file, tmp_path):
     path = run_file(data__temperature=0.7, data__top_k=5)
-    audited = of_run([path], Sizes())
+    audited = of_run([path])
     assert isinstance(audited.engine, TransformersEngine)
     texts = [audited.policy.decode(ids) for ids in audited.prompts]
     assert len(texts) == 4
@@ -47,16 +47,16 @@ def test_a_run_says_what_is_drawn_and_options_come_before_it(run_file, tmp_path)
     assert audited.sampling.stop_token_ids == audited.policy.stop_token_ids
     assert audited.spec().kept
     assert not (tmp_path / "run").exists()
-    audited = of_run([path], Sizes(samples=2, completions=3, max_tokens=6, temperature=1.5))
+    audited = of_run([path], samples=2, completions=3, max_tokens=6, temperature=1.5)
     assert (len(audited.prompts), audited.completions) == (2, 3)
     assert (audited.sampling.max_tokens, audited.sampling.temperature) == (6, 1.5)
 
 
 def test_a_run_is_measured_in_its_own_precision(run_file):
-    audited = of_run([run_file(trainer__precision="bf16-true")], Sizes())
+    audited = of_run([run_file(trainer__precision="bf16-true")])
     audited.load("cpu")
     assert {one.dtype for one in audited.policy.parameters()} == {torch.bfloat16}
-    assert of_run([run_file(trainer__precision="bf16-mixed")], Sizes()).spec().compute_dtype == torch.bfloat16
+    assert of_run([run_file(trainer__precision="bf16-mixed")]).spec().compute_dtype == torch.bfloat16
 
 
 def test_truncated_rollouts_are_compared_over_the_kept_tokens(run_file, capsys):
@@ -79,7 +79,7 @@ def test_truncated_rollouts_are_compared_over_the_kept_tokens(run_file, capsys):
 )
 def test_a_run_that_cannot_be_audited(changes, message, run_file):
     with pytest.raises(ConfigError, match=message):
-        of_run([run_file(**changes)], Sizes())
+        of_run([run_file(**changes)])
 
 
 @pytest.mark.vllm

@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from lit_qrl.cli.config_files import check_config_files, config_files, expanded, located, run_folder_name
+from lit_qrl.cli.config_files import config_files, expanded, located, run_folder_name
 from lit_qrl.errors import ConfigError
 
 
@@ -51,12 +51,12 @@ def test_the_files_after_config(args, found):
     ],
 )
 def test_what_can_be_read_and_what_is_no_path_passes(given):
-    check_config_files(["fit", "--config", given])
+    expanded(["fit", "--config", given])
 
 
 def test_the_home_folder_is_found(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    check_config_files(["fit", "--config=~/configs/quickstart.yaml"])
+    expanded(["fit", "--config=~/configs/quickstart.yaml"])
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_the_home_folder_is_found(tmp_path, monkeypatch):
 )
 def test_what_cannot_be_read_is_named(given, words):
     with pytest.raises(ConfigError) as caught:
-        check_config_files(["fit", f"--config={given}"])
+        expanded(["fit", f"--config={given}"])
     assert re.search(words, str(caught.value)), caught.value
 
 
@@ -88,7 +88,7 @@ def test_a_long_choice_is_cut(tmp_path):
     for i in range(9):
         (tmp_path / "empty" / f"{i}.yaml").touch()
     with pytest.raises(ConfigError, match=r"empty/5\.yaml and 3 more\."):
-        check_config_files(["fit", "-c", "empty"])
+        expanded(["fit", "-c", "empty"])
 
 
 @pytest.fixture

@@ -52,8 +52,9 @@ def test_names_of_the_accuracies():
         ({"top_p": 1.5}, r"a's top_p is out of range"),
         ({"temperature": -0.5}, r"a's temperature is out of range.*0, which is greedy"),
         ({"completion_tokens": 0}, r"a's completion_tokens is out of range"),
-        ({"samples": -1}, "negative"),
-        ({"size": -1}, "negative"),
+        ({"samples": -1}, r"a's samples is out of range"),
+        ({"samples": -1, "temperature": 0.0}, r"a's samples is out of range"),
+        ({"size": -1}, r"a's size is out of range"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused(options, message):

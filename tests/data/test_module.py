@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lit_qrl.data.benchmark import Benchmark
+from lit_qrl.data.benchmark import Benchmark, samples_of
 from lit_qrl.data.module import RolloutDataModule
 from lit_qrl.data.problems import Problem
 from lit_qrl.errors import ConfigError, StoppedError
@@ -110,7 +110,7 @@ def test_samples_are_prompt_major():
     data = module()
     problems = data._problems["train"][:2]
     completions = [Completion(token_ids=[i], logprobs=[0.0], finish_reason="stop", version=0) for i in range(6)]
-    samples = data.samples(problems, completions)
+    samples = samples_of(problems, completions, data.task, data.module.policy.decode)
     assert [(sample.prompt, sample.completion) for sample in samples] == [(str(i // 3), str(i)) for i in range(6)]
     total, parts, failed = data.reward(problems, completions)
     assert total.tolist() == parts["digits"].tolist() == [1.0] * 6

@@ -135,13 +135,13 @@ class DatasetTask(ListedTask):
         self._train, self._evaluation = kept, evaluation
 
     def prompt(self, row: Row) -> str | list[Message]:
+        turns = [{"role": "user", "content": str(row[self.prompt_column])}]
         if is_conversation(row[self.prompt_column]):
-            return posed(self._turns(row)[0], self.system_prompt, self.prompt_suffix)
-        question = f"{row[self.prompt_column]}{self.prompt_suffix}"
-        if not self.chat:
-            return f"{self.system_prompt}\n\n{question}" if self.system_prompt else question
-        system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
-        return [*system, {"role": "user", "content": question}]
+            turns = self._turns(row)[0]
+        elif not self.chat:
+            system = f"{self.system_prompt}\n\n" if self.system_prompt else ""
+            return f"{system}{row[self.prompt_column]}{self.prompt_suffix}"
+        return posed(turns, self.system_prompt, self.prompt_suffix)
 
     def reference(self, row: Row) -> Any:
         answer = self._answer(row)

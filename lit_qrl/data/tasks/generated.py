@@ -97,12 +97,6 @@ class GeneratedTask(ListedTask):
         self.rewards = [self.reward()] if rewards is None else as_rewards(rewards)
         check_names(self.rewards)
 
-    def check_sizes(self, **sizes: int) -> None:
-        """Raise `ConfigError` for a size below 1."""
-        for what, value in sizes.items():
-            if value < 1:
-                raise ConfigError(f"{type(self).__name__}'s {what} is too small.", expected="1 or more", given=value)
-
     @abstractmethod
     def draw(self, rng: random.Random) -> dict[str, Any] | None:
         """Return a problem, or None when the draw gave none."""

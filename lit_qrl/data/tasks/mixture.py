@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lit_qrl.data.environment import MultiTurnTask
-from lit_qrl.data.task import Message, Row, Task
+from lit_qrl.data.task import ListedTask, Message, Row, Task
 from lit_qrl.errors import ConfigError
-from lit_qrl.rewards.base import Reward, RewardProgress, Sample, Score, Scores, no_progress
+from lit_qrl.rewards.base import Reward, RewardProgress, Sample, Score, Scores
 
 log = logging.getLogger(__name__)
 
@@ -16,7 +16,7 @@ SOURCE = "source_task"
 """Column that a mixture adds to its rows: the name of the task that each is from."""
 
 
-class Mixture(Task):
+class Mixture(ListedTask):
     """Trains on several tasks at once; each poses, scores and judges its own problems.
 
     No problem is both trained on and evaluated, across the tasks too. All held-out problems are evaluated as one set;
@@ -61,8 +61,7 @@ class Mixture(Task):
             )
         self.tasks, self.name = dict(zip(names, tasks, strict=True)), name
         self.weights: Mapping[str, float] = dict(zip(names, weights, strict=True)) if weights is not None else {}
-        self._train: Sequence[Row] = []
-        self._evaluation: Sequence[Row] = []
+        super().__init__()
 
     @property
     def rewards(self) -> Sequence[Reward]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -84,12 +83,6 @@ class Mixture(Task):
                 "Removed %d of %d training rows that another task evaluates on.", len(train) - len(kept), len(train)
             )
         self._train, self._evaluation = kept, evaluation
-
-    def train_rows(self) -> Sequence[Row]:
-        return self._train
-
-    def evaluation_rows(self) -> Sequence[Row]:
-        return self._evaluation
 
     def source(self, row: Row) -> str:
         return row[SOURCE]
@@ -115,7 +108,7 @@ class Mixture(Task):
         samples: Sequence[Sample],
         error_reward: Score = 0.0,
         group_size: int = 1,
-        progress: RewardProgress = no_progress,
+        progress: RewardProgress | None = None,
     ) -> Scores:
         total: list[Score] = [0.0] * len(samples)
         parts: dict[str, list[Score]] = {reward.name: [None] * len(samples) for reward in self.rewards}

@@ -73,9 +73,7 @@ class ReasoningGym(ListedTask):
         seed: int = 0,
     ) -> None:
         self.tasks, self.config, self.levels = [task] if isinstance(task, str) else list(task), config or {}, levels
-        for what, value in (("train_size", train_size), ("evaluation_size", evaluation_size)):
-            if value < 1:
-                raise ConfigError(f"ReasoningGym's {what} is too small.", expected="1 or more", given=value)
+        self.check_sizes(train_size=train_size, evaluation_size=evaluation_size)
         self.train_size, self.evaluation_size, self.seed = train_size, evaluation_size, seed
         self.template = prompt
         self.tags = prompt is None if tags is None else tags

@@ -206,7 +206,7 @@ def read_number(text: str) -> Value | None:
 
 def _read(text: str) -> tuple[Fraction | None, int | None]:
     if m := _PLAIN.fullmatch(text):
-        return _signed(m[1]) * _decimal(m[2]), _decimals(m[2])
+        return _signed(m[1]) * _decimal(m[2]), len(m[2].partition(".")[2]) if "." in m[2] else None
     if m := _SLASH.fullmatch(text):
         return _signed(m[1]) * _signed(m[3]) * _decimal(m[2]) / _decimal(m[4]), None
     if m := _FRAC.fullmatch(text):
@@ -233,10 +233,6 @@ def _signed(sign: str) -> int:
 def _decimal(digits: str) -> Fraction:
     whole, _, part = digits.replace(",", "").replace(" ", "").partition(".")
     return Fraction(int((whole + part) or "0"), 10 ** len(part))
-
-
-def _decimals(digits: str) -> int | None:
-    return len(digits.partition(".")[2]) if "." in digits else None
 
 
 ROUNDED_DECIMALS = 6
@@ -375,13 +371,9 @@ def same_unit(gold: tuple[str, ...], answer: tuple[str, ...]) -> bool:
         return True
     if _is_known(gold) or _is_known(answer):
         measured = [[w for w in words if w.partition("^")[0] in _ALIASES or w == "/"] for words in (gold, answer)]
-        return measured[0] == measured[1] or (_only_nouns(gold, answer) and set(measured[0]) <= set(measured[1]))
+        only_nouns = not _is_known(gold) and set(gold) <= set(answer)  # "eggs" of "eggs per day"
+        return measured[0] == measured[1] or (only_nouns and set(measured[0]) <= set(measured[1]))
     return set(gold) <= set(answer) or set(answer) <= set(gold)
-
-
-def _only_nouns(short: tuple[str, ...], long: tuple[str, ...]) -> bool:
-    """Return whether `short` is only nouns that `long` also has ("eggs" of "eggs per day")."""
-    return not _is_known(short) and set(short) <= set(long)
 
 
 _AND = re.compile(r",?\s*(?:\\text\{\s*(?:and|or)\s*\}|(?<![\\A-Za-z])(?:and|or)(?![A-Za-z]))\s*")
@@ -417,11 +409,7 @@ def settled(gold: str, answer: str) -> bool | None:
         return False
     if squeezed(gold) == squeezed(answer):
         return True
-    (gold, gold_unit), (answer, answer_unit) = split_unit(gold), split_unit(answer)
-    one, other = read_number(gold), read_number(answer)
-    if one is not None and other is not None:
-        return same_number(one, other) and same_unit(gold_unit, answer_unit)
-    return None
+    return _numbers(gold, answer)
 
 
 def equivalent(gold: str, answer: str) -> bool:

@@ -97,6 +97,12 @@ def last_tagged(text: str) -> str | None:
     return found
 
 
+def tagged_or_whole(completion: str) -> str:
+    """Return the inside of a completion's last `<answer>…</answer>`, else the whole completion."""
+    tagged = last_tagged(completion)
+    return completion if tagged is None else tagged
+
+
 def last_boxed(text: str) -> str | None:
     r"""Return the inside of the last `\boxed{…}` whose braces balance, or None.
 
@@ -131,10 +137,8 @@ def last_boxed(text: str) -> str | None:
         ):
             parts.insert(0, boxes.pop())
         return "; ".join(dict.fromkeys(inside.strip() for *_, inside in parts))
-    bare = None
-    for match in _BARE_BOX.finditer(text):
-        bare = match
-    return None if bare is None else bare.group(1)
+    bare = _BARE_BOX.findall(text)
+    return bare[-1] if bare else None
 
 
 def _halved(text: str, backslashes: int) -> str:
@@ -165,10 +169,8 @@ def find_last_number(text: str) -> str | None:
     >>> find_last_number("She pays $1,250.50 in 3 weeks, so 10-5 is not the point; it is -2.")
     '-2'
     """
-    found = None
-    for match in _NUMBER.finditer(text[-LAST_NUMBER_WINDOW:]):
-        found = match.group()
-    return None if found is None else found.rstrip(",")
+    found = _NUMBER.findall(text[-LAST_NUMBER_WINDOW:])
+    return found[-1].rstrip(",") if found else None
 
 
 def refuse(text: str) -> str | None:
