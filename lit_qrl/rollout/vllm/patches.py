@@ -56,23 +56,23 @@ class Patch:
 
     Args:
         name: of the change.
-        versions: that need it.
         wrong: without it.
         seen: how one sees that.
         changes: from a function of vLLM's to what makes another of it.
         needs: symbols beside those that the change relies on.
         device: that needs it; None for both.
         sources: symbols whose source must be known, with its `digest` in each version that was looked at.
+        versions: that need it; all that are taken where it is not said.
     """
 
     name: str
-    versions: Versions
     wrong: str
     seen: str
     changes: Mapping[str, Callable[[Any], Any]]
     needs: Sequence[str] = ()
     device: Literal["cpu", "cuda"] | None = None
     sources: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    versions: Versions = Versions("0.26")
 
     def concerns(self, version: Sequence[int], device: str) -> bool:
         """Return True where this vLLM needs the change."""
@@ -390,7 +390,6 @@ _UTILS = "vllm.model_executor.layers.quantization.utils.marlin_utils"
 PATCHES = (
     Patch(
         "rows_alone",
-        Versions("0.26"),
         "the bits of a row depend on how many are beside it: FlashAttention adds a sequence's keys in as many pieces "
         "as multiprocessors are free, and in other tiles for at most 64 queries; CUTLASS multiplies at most 64 rows of "
         "FP8 as the transposed product, and applies their scales in another order",
@@ -407,7 +406,6 @@ PATCHES = (
     ),
     Patch(
         "dummy_weights",
-        Versions("0.26"),
         "what an engine warms up with is random numbers and memory as it was found: a global scale of NVFP4 near zero "
         "makes logits NaN, and the token drawn from them lies outside of the vocabulary",
         "a device-side assert before the first publish, after which the process has lost the device",
@@ -418,7 +416,6 @@ PATCHES = (
     ),
     Patch(
         "kept_tokens",
-        Versions("0.26"),
         "the first model runner gives log-probs of all 150,000 words, or of the k likeliest, not of those that "
         "top_p and top_k left; its own mask of those is the second runner's, which cannot draw greedily or score then",
         "corrections under top_p or top_k have no kept set",
@@ -427,7 +424,6 @@ PATCHES = (
     ),
     Patch(
         "learner_classes",
-        Versions("0.26"),
         "vLLM changes a class of transformers for torch.compile, where it has no code of its own for an architecture; "
         "the learner's model is of that class in the same process",
         "AttributeError: 'Olmo2Model' object has no attribute 'do_not_compile' in the learner's forward pass",
@@ -436,7 +432,6 @@ PATCHES = (
     ),
     Patch(
         "marlin_workspaces",
-        Versions("0.26", "0.32"),  # its #48438
         "Marlin's lock memory is allocated anew in each reload, while CUDA graphs go on using the freed one",
         "decoding in 4 bits hangs some steps after a publish",
         {
@@ -448,17 +443,16 @@ PATCHES = (
                 "vllm.model_executor.kernels.linear.mixed_precision.marlin",
             )
         },
+        versions=Versions("0.26", "0.32"),  # its #48438
     ),
     Patch(
         "process_group",
-        Versions("0.26"),
         "the end of an engine ends torch's default process group, which joins the trainer's processes",
         "the next collective of a run on several devices fails after an engine was built anew",
         {"vllm.v1.engine.core:cleanup_dist_env_and_memory": nothing_ended},
     ),
     Patch(
         "released_parameters",
-        Versions("0.26"),
         "a reload does not declare again what the packing of a layer had released, in layers that got nothing",
         "AttributeError of a layer's method, which asks whether that parameter is None",
         {f"{_LOADER}.reload:finalize_layerwise_reload": declaring},
@@ -466,7 +460,6 @@ PATCHES = (
     ),
     Patch(
         "rotary_frequencies",
-        Versions("0.26"),
         "the frequencies of rotary positions are computed on the GPU, whose powers have other last bits than the "
         "CPU's, by which transformers computes them: angles of distant tokens differ",
         "cosines of the engine's cache are not those of the learner's rotary embedding",
@@ -475,7 +468,6 @@ PATCHES = (
     ),
     Patch(
         "sleeping_memory",
-        Versions("0.26"),
         "memory of an engine that is closed in its sleep is unmapped a second time",
         "the driver's refusal is raised in the next engine's first allocation",
         {f"{CUMEM}:CuMemAllocator._python_free_callback": mapped_first},
@@ -484,7 +476,6 @@ PATCHES = (
     ),
     Patch(
         "unadapted_experts",
-        Versions("0.26"),
         "an engine with room for an adapter takes kernels for experts that multiply adapters of experts, too, which "
         "ours never have: none is there on a CPU, and formats lose theirs on a GPU",
         "the engine of a mixture does not start with max_lora_rank on a CPU",

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from lit_qrl.rollout.vllm.patches import Patch, Versions
+from lit_qrl.rollout.vllm.patches import Patch
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -123,7 +123,6 @@ _SHM = "vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistribute
 CHANGES = (
     Patch(
         "fp8_activations",
-        Versions("0.26"),
         "the CPU build lacks the quantization of activations to FP8",
         "no operator static_scaled_fp8_quant",
         {f"{_OPS}:scaled_fp8_quant": lambda original: scaled_fp8_quant},
@@ -132,7 +131,6 @@ CHANGES = (
     ),
     Patch(
         "amx_kernels",
-        Versions("0.26"),
         "the kernels for AMX take 16-bit inputs alone, and leave activations as they are where a format quantizes them",
         "in fp32 int8_channel ends the process, and on such a CPU a format is computed otherwise than on others",
         {"torch.cpu:_is_amx_tile_supported": without},
@@ -140,7 +138,6 @@ CHANGES = (
     ),
     Patch(
         "fp8_products",
-        Versions("0.26"),
         "torch multiplies FP8 codes by oneDNN where the CPU has AMX, whose product is a reference there",
         "256 rows by 128 × 384 weights take 400 ms instead of 0.6",
         {
@@ -151,7 +148,6 @@ CHANGES = (
     ),
     Patch(
         "onednn_operands",
-        Versions("0.26"),
         "the handle of the INT8 GEMM holds a bare pointer to scales that a reload frees",
         "NaN after the second publish of int8_channel",
         {f"{_OPS}:create_onednn_scaled_mm": keeping_operands},
@@ -159,7 +155,6 @@ CHANGES = (
     ),
     Patch(
         "rotary_heads",
-        Versions("0.26"),
         "the operator takes the heads of queries “tokens heads dim” for tokens from the second one on",
         "log-probs of latent attention are off by 0.25 nats",
         {f"{_ROTARY}.forward_cpu": by_head},
@@ -169,7 +164,6 @@ CHANGES = (
     ),
     Patch(
         "scores_under_adapters",
-        Versions("0.26"),
         "the output head looks adapters up by sequence where log-probs of a prompt ask for one row per token",
         "several sequences cannot be scored under an adapter",
         {f"{_PUNICA}_cpu:PunicaWrapperCPU.add_lora_logits": by_token},
@@ -179,7 +173,6 @@ CHANGES = (
     ),
     Patch(
         "shared_memory_names",
-        Versions("0.26"),
         "two runs on one host, each with an engine of several processes, meet in the same shared memory",
         "a run that was killed leaves the name taken, and the next one hangs",
         {_SHM: of_the_run},

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lit_qrl.formats.kernels import gemm
 from lit_qrl.rollout.vllm import same_kernels
-from lit_qrl.rollout.vllm.patches import Patch, Versions
+from lit_qrl.rollout.vllm.patches import Patch
 
 BLOCK = gemm.BLOCK
 MOST_ROWS, FEW_ROWS = 128, 32
@@ -251,7 +251,6 @@ _SLOTS = "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots"
 CHANGES = (
     Patch(
         "block_products",
-        Versions("0.26"),
         "block-scaled FP8 products of up to 128 rows take as long as bf16's",
         "the four products of a 7B decoder layer 134 µs at 128 rows and 147 at 8; with it 104 and 75 (H200)",
         {_BLOCKS: multiplied},
@@ -260,7 +259,6 @@ CHANGES = (
     ),
     Patch(
         "request_noise",
-        Versions("0.26"),
         "the first runner makes the noise of requests that have seeds one by one, a launch for each at every step",
         "1.9 ms of the host in a step of 512 requests; with it 0.2 (an EPYC)",
         {_SAMPLE: drawn_at_once},
@@ -269,7 +267,6 @@ CHANGES = (
     ),
     Patch(
         "sampled_logprobs",
-        Versions("0.26"),
         "three arrays are cut for the log-prob of each drawn token, and each is gone through as if it held many",
         "0.7 ms of the host in a step of 128 requests, of which the GPU takes four for a small or quantized model",
         {"vllm.v1.outputs:LogprobsTensors.tolists": lists_of_numbers, _UPDATE: appended},
@@ -277,7 +274,6 @@ CHANGES = (
     ),
     Patch(
         "allocate_slots",
-        Versions("0.26"),
         "four managers are asked for memory for each decoded token, though fifteen of sixteen have some already",
         "the schedule of a step of 128 requests 1.1 ms; with it 0.5 (an EPYC)",
         {_SLOTS: block_there},

@@ -192,7 +192,6 @@ _STACK = "vllm.model_executor.layers.fused_moe.oracle.int_wna16:marlin_moe_permu
 CHANGES = (
     Patch(
         "expert_repacking",
-        Versions("0.26"),
         "experts are repacked one after another, with a launch, a copy and a wait of the host for each",
         "12,288 waits in a publish of 30B-A3B in int4_group, of 3.4 to 5.8 s",
         {_MOE: integers_at_once, _FLOATS: floats_at_once, _STACK: lambda original: permuted_stack},
@@ -201,7 +200,6 @@ CHANGES = (
     ),
     Patch(
         "nvfp4_repacking",
-        Versions("0.26"),
         "the device is asked several numbers of every NVFP4 layer while it is repacked, and the host waits for each",
         "a publish at 7B took 0.71 s before this and the kernel for codes, 0.29 s with both (H200)",
         {
@@ -220,7 +218,6 @@ CHANGES = (
     ),
     Patch(
         "model_inspection",
-        Versions("0.26"),
         "a model's class is imported in a process of its own to see what it can do, and then in this one anyway",
         "half a minute of a first start on a host",
         {f"{_REGISTRY}:_LazyRegisteredModel.inspect_model_cls": inspected_here},
@@ -228,9 +225,9 @@ CHANGES = (
     ),
     Patch(
         "reload_sizes",
-        Versions("0.26", "0.28"),
         "a reload adds up what waits of all layers at every tensor, to warn of it",
         "a first publish of 30B-A3B in nvfp4 came to the eleventh of 48 layers in 140 s",
         {"vllm.model_executor.model_loader.reload.layerwise:get_info_size": nothing},
+        versions=Versions("0.26", "0.28"),
     ),
 )

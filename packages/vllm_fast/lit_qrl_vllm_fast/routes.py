@@ -141,7 +141,6 @@ _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 CHANGES = (
     Patch(
         "recorded_routes",
-        Versions("0.27"),
         "the experts that tokens took are not told without Triton",
         "RouterReplay is refused",
         {f"{_SCHEDULER}._free_request": reading_first, f"{_SCHEDULER}.update_from_output": handing_out},
@@ -152,5 +151,6 @@ CHANGES = (
             "vllm.forward_context:ForwardContext",
         ],
         device="cpu",
+        versions=Versions("0.27"),
     ),
 )

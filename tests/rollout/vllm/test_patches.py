@@ -54,7 +54,7 @@ def test_what_an_init_or_a_function_sets_is_there(fake):
 
 def patch(symbol, name="one_more", versions=Versions("0.26"), **options):  # noqa: B008
     changes = {f"vllm.part:{symbol}": lambda original: lambda: original() + 1}
-    return Patch(name, versions, "numbers are wrong", "by looking", changes, **options)
+    return Patch(name, "numbers are wrong", "by looking", changes, versions=versions, **options)
 
 
 def test_a_change_is_made_once_however_often_it_is_applied(fake):
