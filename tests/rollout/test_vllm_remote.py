@@ -121,7 +121,7 @@ def test_a_server_draws_and_scores_as_the_engine_in_this_process_does(held, buil
 def test_what_a_run_left_half_sent_is_given_up_when_the_next_comes(held):
     state = held()
     engine, (server,) = state.engine, state.engine.servers
-    engine._start_update()
+    engine._ask_all("/start_weight_update")
     engine._post_part(engine._sender.pack([(faults.NORM, state.old[faults.NORM])]), state.version, Clock())
     server.open()
     assert publish(state.network, engine, None, state.version)[0] == []

@@ -97,7 +97,8 @@ class RemoteVLLMEngine(RolloutEngine):
         self.ca_file, self.folder, self.silence = ca_file, folder, silence
         self.transfer: Transfer = transfer
         self._check_settings()
-        self.takes_in_flight = self._says_versions()
+        found = installed_version()
+        self.takes_in_flight = found is None or found[0][:2] >= SAYS_VERSIONS
         self.plain_dtype = engine.plain_dtype
         self.spec = SamplerSpec()
         self.policy: Any = None
@@ -132,10 +133,6 @@ class RemoteVLLMEngine(RolloutEngine):
                 given="ipc",
                 remedy="Leave transfer out.",
             )
-
-    def _says_versions(self) -> bool:
-        found = installed_version()
-        return found is None or found[0][:2] >= SAYS_VERSIONS
 
     def validate(self, spec: SamplerSpec) -> None:
         """Check what can be known before weights are loaded, and find the servers that run already.
@@ -243,8 +240,7 @@ class RemoteVLLMEngine(RolloutEngine):
             self._sender = self._meet()
             return
         self._sender = DeviceMemory(seen_as=0 if self._beside() else 1) if way == "ipc" else Files(self.folder)
-        with self._all("/init_weight_transfer_engine", [{"init_info": {}}] * len(self.servers)):
-            pass
+        self._ask_all("/init_weight_transfer_engine", {"init_info": {}})
 
     def _meet(self) -> Sender:
         import socket
@@ -252,10 +248,9 @@ class RemoteVLLMEngine(RolloutEngine):
         with socket.create_server(("", 0)) as free:
             port = free.getsockname()[1]
         address, size = socket.gethostbyname(socket.gethostname()), 1 + len(self.servers)
-        groups = [[address, port, 1 + number, size] for number in range(len(self.servers))]
-        device = torch.device("cuda", torch.cuda.current_device())
-        with self._all("/init_weight_transfer_engine", [{"init_info": {"group": one}} for one in groups]):
-            return Broadcast(address, port, size, device)
+        groups = [{"init_info": {"group": [address, port, 1 + i, size]}} for i in range(len(self.servers))]
+        meet = partial(Broadcast, address, port, size, torch.device("cuda", torch.cuda.current_device()))
+        return self._ask_all("/init_weight_transfer_engine", groups, meanwhile=meet)
 
     def _leave(self) -> None:
         sender, self._sender = self._sender, None
@@ -295,18 +290,16 @@ class RemoteVLLMEngine(RolloutEngine):
                     server.restart()
             raise
 
-    @contextmanager
-    def _all(self, path: str, bodies: Sequence[Any], timeout: float | None = None) -> Iterator[list[Future[Any]]]:
-        """Ask all servers at the same time inside, and wait for their answers at its end."""
+    def _ask_all(
+        self, path: str, body: Any = None, timeout: float | None = None, meanwhile: Callable[[], Any] = lambda: None
+    ) -> Any:
+        """Ask all servers at the same time, a list being one body for each; return what was done `meanwhile`."""
+        bodies = body if isinstance(body, list) else [body] * len(self.servers)
         with ThreadPoolExecutor(len(self.servers)) as pool:
-            limit = timeout or self.silence
-            asked = [
-                pool.submit(server.post, path, body, limit) for server, body in zip(self.servers, bodies, strict=True)
-            ]
-            yield asked
-            wait(asked)
-        for future in asked:
-            future.result()
+            answers = pool.map(lambda one, sent: one.post(path, sent, timeout or self.silence), self.servers, bodies)
+            done = meanwhile()
+        list(answers)
+        return done
 
     # ----------------------------------------------------------------------------------------------------- publishing
 
@@ -337,11 +330,14 @@ class RemoteVLLMEngine(RolloutEngine):
                     if isinstance(self._sender, Files):  # all lie beside the engines before those stand still
                         packed = list(packed)
                     until()
-                self._start_update()
+                self._usable = False
+                self._ask_all("/start_weight_update")
                 for one in packed:
                     self._post_part(one, version, clock)
                 with clock.part("await"):
-                    outcomes = self._finish_update(version)
+                    stamp = {"weight_version": str(version)} if self.takes_in_flight else None
+                    self._ask_all("/finish_weight_update", stamp, self._patience())
+                    outcomes = [server.call("outcome_json", timeout=self._patience()) for server in self.servers]
                 done = True
             finally:
                 if not done:
@@ -349,8 +345,8 @@ class RemoteVLLMEngine(RolloutEngine):
         ledgers = [self._ledger(outcome, version) for outcome in outcomes]
         received = ledgers[0]
         if self._poisoned and not self._paused:  # a page keeps NaN until it is overwritten
-            with self._all("/collective_rpc", [{"method": "clear_kv_cache"}] * len(self.servers)):
-                self._poisoned = False
+            self._ask_all("/collective_rpc", {"method": "clear_kv_cache"})
+            self._poisoned = False
         received.prefix_reset = all(list(map(self._forget_prefixes, self.servers)))
         received.faults += between(ledgers, [server.address.name for server in self.servers])
         self._usable, self.version = True, version
@@ -365,11 +361,6 @@ class RemoteVLLMEngine(RolloutEngine):
             parts=dict(clock.seconds),
         )
 
-    def _start_update(self) -> None:
-        self._usable = False
-        with self._all("/start_weight_update", [None] * len(self.servers)):
-            pass
-
     def _packed(self, parts: Iterator[list[Named]], clock: Clock) -> Iterator[Packed]:
         assert self._sender is not None
         for part in parts:
@@ -380,24 +371,18 @@ class RemoteVLLMEngine(RolloutEngine):
     def _post_part(self, packed: Packed, version: int, clock: Clock) -> None:
         assert self._sender is not None
         body = {"update_info": {"version": version, "packed": packed}}
-        with clock.part("await"), self._all("/update_weights", [body] * len(self.servers), self._patience()):
-            self._sender.send(packed)
+        with clock.part("await"):
+            self._ask_all("/update_weights", body, self._patience(), partial(self._sender.send, packed))
         self._sender.taken(packed)
 
     def _patience(self) -> float:
         """Seconds for a part of a publish: the first compiles kernels."""
         return self.silence if all("publish" in server.done for server in self.servers) else self.engine.start_timeout
 
-    def _finish_update(self, version: int) -> list[dict[str, Any]]:
-        body = {"weight_version": str(version)} if self.takes_in_flight else None
-        with self._all("/finish_weight_update", [body] * len(self.servers), self._patience()):
-            pass
-        return [server.call("outcome_json", timeout=self._patience()) for server in self.servers]
-
     def _abandon(self) -> None:
         for server in self.servers:
             with suppress(Exception):  # whoever asks it next hears of a death
-                server.call("abandon_json")
+                server.call("abandon_update")
 
     def _ledger(self, outcome: Mapping[str, Any], version: int) -> ReceivedLedger:
         """Return the ledger of a server's answer.

@@ -296,7 +296,7 @@ class Server:
                     if first:
                         self._hear("GET", "/health", None, self.silence)
                     else:
-                        self.call("beat_json")
+                        self.call("check_health")  # vLLM's own, which its loop answers
 
         thread = threading.Thread(target=watch, name=f"watch {self.address.name}", daemon=True)
         thread.start()

@@ -141,15 +141,6 @@ class WorkerExtension:
             "workers": config.parallel_config.world_size,
         }
 
-    def beat_json(self) -> dict[str, Any]:
-        """Return at once: the engine's loop is alive."""
-        return {}
-
-    def abandon_json(self) -> dict[str, Any]:
-        """Do what `abandon_update` does."""
-        self.abandon_update()
-        return {}
-
     def outcome_json(self) -> dict[str, Any]:
         """Return what the last publish left: receipts and what was noticed, or the error that ended it."""
         error = self.weight_transfer_engine.error

@@ -323,7 +323,7 @@ def test_a_publish_that_its_sender_breaks_off_is_given_up_and_the_next_is_whole(
 
     with pytest.raises(ValueError, match="not finite"):
         engine.load_weights(broken(), None, 0)
-    assert served.asked[-1] == "abandon_json"
+    assert served.asked[-1] == "abandon_update"
     assert all(one.ready for one in engine.servers)
     with pytest.raises(RuntimeError, match="no complete weights"):
         engine.generate([[5]], 1, seed=0)
