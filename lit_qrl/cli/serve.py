@@ -65,7 +65,7 @@ def serve(
     from lit_qrl.network.structure import outline
     from lit_qrl.rollout.engine import SamplerSpec
     from lit_qrl.rollout.vllm.addresses import read_key
-    from lit_qrl.rollout.vllm.arguments import flags
+    from lit_qrl.rollout.vllm.arguments import flags, llm_arguments
     from lit_qrl.rollout.vllm.engine import DTYPES, VLLMEngine
     from lit_qrl.rollout.vllm.folder import keep, model_folder
     from lit_qrl.rollout.vllm.guard import KEY
@@ -97,7 +97,7 @@ def serve(
     line = [
         *command(),
         str(folder),
-        *flags(engine.arguments(folder, DTYPES[dtype], longest)),
+        *flags(llm_arguments(engine, folder, DTYPES[dtype], longest)),
         *("--host", host, "--port", str(port)),
         *(part for flag, path in tls.items() if path is not None for part in (flag, str(path))),
     ]

@@ -4,14 +4,12 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch import nn
 
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.network.structure import cached_numbers, states
-from lit_qrl.rollout.engine import SamplerSpec
 from lit_qrl.rollout.vllm import cpu
 from lit_qrl.rollout.vllm.adapter import adapted_layers
 from lit_qrl.rollout.vllm.models import latent, recurrent
@@ -48,36 +46,16 @@ def flags(arguments: Mapping[str, Any]) -> list[str]:
     return [*found, "--middleware", "lit_qrl.rollout.vllm.guard.KeyGuard"]
 
 
-def llm_arguments(
-    spec: SamplerSpec,
-    network: nn.Module,
-    place: Path,
-    dtype: torch.dtype,
-    longest: int,
-    given: Mapping[str, Any],
-    *,
-    quick_start: bool | Literal["auto"] = "auto",
-    kv_cache_gib: float | None = None,
-    max_lora_rank: int = 0,
-    sleep_level: int = 0,
-    parts: int = 1,
-) -> dict[str, Any]:
+def llm_arguments(engine: Any, place: Path, dtype: torch.dtype, longest: int) -> dict[str, Any]:
     """Return the arguments of `vllm.LLM`.
 
     Args:
-        spec: of the run's sampler.
-        network: the learner's model.
+        engine: a `VLLMEngine` that knows sampler and model; what the user gave it goes before what is usual here.
         place: folder of the config that vLLM reads.
         dtype: of activations and plain tensors.
         longest: sequence, in tokens.
-        given: arguments of the user's, which go before what is usual here.
-        quick_start: as of `VLLMEngine`, and so the rest.
-        kv_cache_gib: size of the KV cache; None is what all sequences fill at once, where there is room for it.
-        max_lora_rank: of adapters apart from their base; 0 for none.
-        sleep_level: what a sleep does.
-        parts: processes that the engine consists of.
     """
-    on_gpu = torch.cuda.is_available()
+    spec, network, given, on_gpu = engine.spec, engine.policy.network, engine._arguments, torch.cuda.is_available()
     arguments: dict[str, Any] = {
         "model": str(place),
         "load_format": "dummy",
@@ -89,24 +67,24 @@ def llm_arguments(
         "disable_log_stats": True,
         "worker_extension_cls": EXTENSION,
         "weight_transfer_config": {"backend": TRANSFER},
-        **compilation(quick_start, spec.decode_steps),
+        **compilation(True if engine.alike else engine.quick_start, spec.decode_steps),
         **given,
     }
     if not on_gpu:
         arguments = cpu.whole_prefills(arguments, recurrent(type(network).__name__))
         if latent(network.config):
             arguments = cpu.reference_attention(arguments)
-    if kv_cache_gib is not None and on_gpu:
-        arguments.setdefault("kv_cache_memory_bytes", int(kv_cache_gib * 2**30))
+    if engine.kv_cache_gib is not None and on_gpu:
+        arguments.setdefault("kv_cache_memory_bytes", int(engine.kv_cache_gib * 2**30))
     elif on_gpu and not SIZES_OF_CACHE & given.keys():
-        enough = sufficient_cache(network, longest, dtype, spec.format, given, parts)
+        enough = sufficient_cache(network, longest, dtype, spec.format, given, engine.tensor_parallel_size)
         arguments |= {} if enough is None else {"kv_cache_memory_bytes": enough}
-    if max_lora_rank:
-        arguments.update(enable_lora=True, max_loras=1, max_lora_rank=max_lora_rank)
+    if engine.max_lora_rank:
+        arguments.update(enable_lora=True, max_loras=1, max_lora_rank=engine.max_lora_rank)
         arguments.setdefault("lora_target_modules", adapted_layers(network, spec.adapter))
     if spec.kept:
         arguments["max_logprobs"] = ALL
-    if sleep_level and on_gpu:
+    if engine.sleep_level and on_gpu:
         arguments["enable_sleep_mode"] = True
     if spec.routes and on_gpu:
         arguments["enable_return_routed_experts"] = True

@@ -34,7 +34,7 @@ from lit_qrl.rollout.engine import (
 )
 from lit_qrl.rollout.vllm import folder, requests, same_kernels
 from lit_qrl.rollout.vllm.addresses import Address, addresses, spread
-from lit_qrl.rollout.vllm.arguments import flags
+from lit_qrl.rollout.vllm.arguments import flags, llm_arguments
 from lit_qrl.rollout.vllm.engine import VLLMEngine
 from lit_qrl.rollout.vllm.errors import SHAPES
 from lit_qrl.rollout.vllm.installation import installed_version
@@ -186,7 +186,7 @@ class RemoteVLLMEngine(RolloutEngine):
         if self._folder is None:
             layers = spec.exclude, spec.quantize_head
             self._folder = folder.model_folder(policy.network, spec.format, *layers, dtype, longest)
-        arguments = self.engine.arguments(self._folder, dtype, longest)
+        arguments = llm_arguments(self.engine, self._folder, dtype, longest)
         same_kernels.chosen(self.engine.same_kernels, spec, policy.network, dtype, arguments, same_kernels.APART)
         for server in self.servers:
             environment = environment_of(self.engine.deep_gemm, self.engine.kv_cache_gib) | self._seen(server.address)

@@ -240,7 +240,7 @@ class VLLMEngine(RolloutEngine):
             )
 
     def describe(self, spec: SamplerSpec, network: Any) -> None:
-        """Know spec and model without a learner, as `arguments` asks for them."""
+        """Know spec and model without a learner, as `llm_arguments` asks for them."""
         self.spec, self.policy = spec, SimpleNamespace(network=network)
 
     def choose_dtype(self, spec: SamplerSpec, network: Any) -> torch.dtype:
@@ -279,7 +279,7 @@ class VLLMEngine(RolloutEngine):
         prepare_environment(self.deep_gemm, self.kv_cache_gib, self.spec.kept)
         longest, layers = self.longest(), (self.spec.exclude, self.spec.quantize_head)
         self._folder = folder.model_folder(policy.network, format, *layers, dtype, longest)
-        arguments = self.arguments(self._folder, dtype, longest)
+        arguments = llm_arguments(self, self._folder, dtype, longest)
         size = self.tensor_parallel_size
         alike = same_kernels.built(self.alike, self.batch_invariant)
         with kept_process_state(), own_world(size) as processes, alike:
@@ -298,28 +298,6 @@ class VLLMEngine(RolloutEngine):
                     raise refused_model(policy.network, error) from error
                 again = " again" if self._started else ""
                 raise EngineDiedError(f"vLLM did not start{again}: {type(error).__name__}: {error}") from error
-
-    def arguments(self, place: Path, dtype: torch.dtype, longest: int) -> dict[str, Any]:
-        """Return vLLM's arguments.
-
-        Args:
-            place: of the config that vLLM reads.
-            dtype: of activations and plain tensors.
-            longest: sequence, in tokens.
-        """
-        return llm_arguments(
-            self.spec,
-            self.policy.network,
-            place,
-            dtype,
-            longest,
-            self._arguments,
-            quick_start=True if self.alike else self.quick_start,
-            kv_cache_gib=self.kv_cache_gib,
-            max_lora_rank=self.max_lora_rank,
-            sleep_level=self.sleep_level,
-            parts=self.tensor_parallel_size,
-        )
 
     def longest(self) -> int:
         """The longest sequence, and room for the one token that vLLM draws when it only scores."""

@@ -329,16 +329,6 @@ def shared_workspace(original: Any) -> Any:
     return make
 
 
-def nothing_ended(original: Any) -> Any:
-    """Return what ends no process group; `shutdown` ends what the engine has made."""
-    del original
-
-    def cleanup_dist_env_and_memory(*args: Any, **options: Any) -> None:
-        del args, options
-
-    return cleanup_dist_env_and_memory
-
-
 def declare(model: nn.Module) -> None:
     """Declare as None what the loader of a layer fills and the layer does not have."""
     from lit_qrl.rollout.vllm.locations import checkpoint_names
@@ -449,7 +439,8 @@ PATCHES = (
         "process_group",
         "the end of an engine ends torch's default process group, which joins the trainer's processes",
         "the next collective of a run on several devices fails after an engine was built anew",
-        {"vllm.v1.engine.core:cleanup_dist_env_and_memory": nothing_ended},
+        # `shutdown` ends what the engine has made
+        {"vllm.v1.engine.core:cleanup_dist_env_and_memory": lambda original: lambda *args, **options: None},
     ),
     Patch(
         "released_parameters",

@@ -259,7 +259,12 @@ class Server:
         with self._lock:
             self._connections.add(connection)
         try:
-            connection.connect()
+            if self.address.started:  # no other user opens this socket, and no other server can have taken it
+                connection.sock = socket.socket(socket.AF_UNIX)
+                connection.sock.settimeout(CONNECT)
+                connection.sock.connect(f"{self._folder}/{SOCKET}")
+            else:
+                connection.connect()
             connection.sock.settimeout(timeout)
             headers = {"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"}
             connection.request(method, path, None if body is None else json.dumps(body), headers)
@@ -274,9 +279,7 @@ class Server:
         return json.loads(said) if said.strip() else {}
 
     def _connection(self) -> http.client.HTTPConnection:
-        if self.address.started:
-            return LocalConnection(f"{self._folder}/{SOCKET}")
-        host, port = self._url.hostname or "", self._url.port
+        host, port = self._url.hostname or "localhost", self._url.port
         if self._tls is None:
             return http.client.HTTPConnection(host, port, timeout=CONNECT)
         return http.client.HTTPSConnection(host, port, timeout=CONNECT, context=self._tls)
@@ -313,24 +316,6 @@ def command() -> list[str]:
     if found is not None and found[1]:
         return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
     return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
-
-
-class LocalConnection(http.client.HTTPConnection):
-    """A connection to a server of this run, whose socket no other user opens and no other server can have taken.
-
-    Args:
-        path: of the socket.
-    """
-
-    def __init__(self, path: str) -> None:
-        super().__init__("localhost", timeout=CONNECT)
-        self._path = path
-
-    def connect(self) -> None:
-        """Open the socket."""
-        self.sock = socket.socket(socket.AF_UNIX)
-        self.sock.settimeout(CONNECT)
-        self.sock.connect(self._path)
 
 
 class StatusError(RuntimeError):

@@ -96,11 +96,6 @@ def of_the_run(original: Any) -> Any:
     return init_cpu_shm
 
 
-def without(original: Any) -> Any:
-    """Return the question for a kind of instruction, answered with no."""
-    return lambda: False
-
-
 def by_torch(original: Any) -> Any:
     """Return the product of FP8 codes without oneDNN, as torch computes it on other CPUs."""
 
@@ -133,7 +128,7 @@ CHANGES = (
         "amx_kernels",
         "the kernels for AMX take 16-bit inputs alone, and leave activations as they are where a format quantizes them",
         "in fp32 int8_channel ends the process, and on such a CPU a format is computed otherwise than on others",
-        {"torch.cpu:_is_amx_tile_supported": without},
+        {"torch.cpu:_is_amx_tile_supported": lambda original: lambda: False},
         device="cpu",
     ),
     Patch(

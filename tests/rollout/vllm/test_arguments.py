@@ -6,6 +6,7 @@ from transformers import PreTrainedConfig
 
 from lit_qrl.rollout.engine import SamplerSpec
 from lit_qrl.rollout.vllm.arguments import llm_arguments
+from lit_qrl.rollout.vllm.engine import VLLMEngine
 
 NETWORK = torch.nn.Module()
 NETWORK.config = PreTrainedConfig()
@@ -18,7 +19,9 @@ def without_states(monkeypatch):
 
 
 def arguments(spec=None, given=None, **options):
-    return llm_arguments(spec or SamplerSpec(), NETWORK, Path("here"), torch.float32, 99, given or {}, **options)
+    engine = VLLMEngine(engine_args=given, **options)
+    engine.describe(spec or SamplerSpec(), NETWORK)
+    return llm_arguments(engine, Path("here"), torch.float32, 99)
 
 
 def test_what_the_user_gives_goes_before_what_is_usual():
