@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from lit_qrl.formats.kernels import dispatch
 
 if TYPE_CHECKING:
     from lit_qrl.receipts.checksum_triton import Sums
-from typing import NamedTuple
 
 # Odd constants of a 64-bit integer mix (the golden ratio, and the two of the splitmix64 generator), as signed integers.
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64
@@ -25,8 +24,6 @@ MIX_A, MIX_B = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 # Keeps the weights of column positions apart from those of row positions.
 COLUMN_OFFSET = 1 << 40
-# Integers that are kept by their values.
-_FEW = 8
 
 
 def as_matrix(tensor: Tensor) -> Tensor:
@@ -163,8 +160,6 @@ class Checksums:
         self._names: list[str] = []
         self._entries: list[_Entry] = []
         self._stacks: dict[int, tuple[weakref.ref[Tensor], int, _Entry]] = {}
-        self._small: dict[tuple[Any, ...], str] = {}
-        self._same: dict[str, str] = {}
         self._non_finite: list[str] = []
         self._fused: dict[torch.device, Sums] = {}
 
@@ -174,24 +169,12 @@ class Checksums:
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Remember the sums of one tensor; nothing waits for the device."""
-        self._names.append(name)
         found = slice_of(tensor)
-        if found is not None and (entry := self._of_stack(found.stack)) is not None:
-            entry.names[found.index] = name
-            if isinstance(entry.bad, list) and entry.bad[found.index]:
-                self._non_finite.append(name)
-            return
-        if tensor.numel() <= _FEW and tensor.device.type == "cpu" and not tensor.is_floating_point():
-            # a few integers on the host, such as a shape that comes with every expert, are known by their values
-            first = self._small.setdefault((tensor.dtype, tensor.shape, *tensor.flatten().tolist()), name)
-            if first != name:
-                self._same[name] = first
-                return
-        entry = self._sums(as_matrix(tensor).unsqueeze(0), tensor.unsqueeze(0))
-        entry.names[0] = name
-        self._entries.append(entry)
-        if isinstance(entry.bad, list) and entry.bad[0]:
-            self._non_finite.append(name)
+        entry = None if found is None else self._of_stack(found.stack)
+        if found is None or entry is None:
+            self._note(self._sums(as_matrix(tensor).unsqueeze(0), tensor.unsqueeze(0)), 0, name)
+        else:
+            self._note(entry, found.index, name)
 
     def add_stack(self, names: Sequence[str | None], stack: Tensor) -> None:
         """Do what `add` does for the slices of a stack.
@@ -201,16 +184,17 @@ class Checksums:
             stack: "slices …".
         """
         entry = self._of_stack(stack)
-        if entry is None:
-            for name, one in zip(names, stack.unbind(), strict=True):
-                if name is not None:
-                    self.add(name, one)
-            return
-        entry.names = [old if name is None else name for name, old in zip(names, entry.names, strict=True)]
-        self._names += [name for name in names if name is not None]
-        if isinstance(entry.bad, list) and any(entry.bad):
-            bad = zip(names, entry.bad, strict=True)
-            self._non_finite += [name for name, wrong in bad if wrong and name is not None]
+        for index, name in enumerate(names):
+            if name is not None and entry is not None:
+                self._note(entry, index, name)
+            elif name is not None:
+                self.add(name, stack[index])
+
+    def _note(self, entry: _Entry, index: int, name: str) -> None:
+        self._names.append(name)
+        entry.names[index] = name
+        if isinstance(entry.bad, list) and entry.bad[index]:
+            self._non_finite.append(name)
 
     def _of_stack(self, stack: Tensor) -> _Entry | None:
         """Return the sums of a stack, taken now or before; None where it was written to since, or lies otherwise."""
@@ -223,24 +207,26 @@ class Checksums:
             return None
         entry = self._sums(bits, stack)
         self._stacks[id(stack)] = weakref.ref(stack), version, entry
-        self._entries.append(entry)
         return entry
 
     def _sums(self, bits: Tensor, stack: Tensor) -> _Entry:
-        """Return the sums over rows and columns of "slices rows columns", which are the bits of `stack`."""
+        """Take and return the sums over rows and columns of "slices rows columns", which are the bits of `stack`."""
         names: list[str | None] = [None] * len(bits)
         if bits.dtype == torch.int64 and dispatch.available(bits, "checksum"):
             from lit_qrl.receipts.checksum_triton import Sums
 
             if bits.device not in self._fused:
                 self._fused[bits.device] = Sums(bits.device)
-            return _Entry(names, *self._fused[bits.device].of(bits, stack.dtype))
-        sums = bits.sum(dim=2, dtype=torch.int64), bits.sum(dim=1, dtype=torch.int64)
-        bad = None
-        if stack.is_floating_point() and stack.numel():
-            bad = _not_finite(stack.detach().flatten(1) if stack.ndim > 1 else stack.detach().unsqueeze(1))
-            bad = bad.tolist() if stack.device.type == "cpu" else bad.long()
-        return _Entry(names, *sums, bad)
+            entry = _Entry(names, *self._fused[bits.device].of(bits, stack.dtype))
+        else:
+            sums = bits.sum(dim=2, dtype=torch.int64), bits.sum(dim=1, dtype=torch.int64)
+            bad = None
+            if stack.is_floating_point() and stack.numel():
+                bad = _not_finite(stack.detach().flatten(1) if stack.ndim > 1 else stack.detach().unsqueeze(1))
+                bad = bad.tolist() if stack.device.type == "cpu" else bad.long()
+            entry = _Entry(names, *sums, bad)
+        self._entries.append(entry)
+        return entry
 
     def first_non_finite(self, wait: bool = True) -> str | None:
         """Return a name whose tensor holds NaN or infinity, the first added if there are more, or None.
@@ -293,7 +279,7 @@ class Checksums:
             for name, value in zip(names, sums.tolist(), strict=True):
                 if name is not None:
                     result[name] = value, name not in bad
-        return {name: result[self._same.get(name, name)] for name in self._names}
+        return {name: result[name] for name in self._names}
 
 
 def checksum(tensor: Tensor) -> int:
