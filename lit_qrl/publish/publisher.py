@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_only
@@ -24,7 +24,7 @@ from lit_qrl.formats.dense import Dense
 from lit_qrl.loop.contracts import Learner
 from lit_qrl.loop.hooks import overrides, rl_callbacks
 from lit_qrl.network.shards import is_sharded
-from lit_qrl.precision.source import Change, PublishingPrecision, WeightSource, unchanged
+from lit_qrl.precision.source import Change, PublishingPrecision, unchanged
 from lit_qrl.publish.delivery import AdapterBeside, Delivery, Stages
 from lit_qrl.publish.probe import ScoreCheck
 from lit_qrl.publish.spec import OnHang, PublishSettings, sampler_spec, source_of, trained_source
@@ -39,14 +39,6 @@ PUBLISH_REMEDY = (
     "(data.engine.gpu_memory_utilization, data.engine.cache_gigabytes), or take turns on the device by "
     "trainer.strategy: ColocatedStrategy."
 )
-
-
-class Connection(NamedTuple):
-    """What lasts as long as one engine, from its start to its death."""
-
-    source: WeightSource
-    delivery: Delivery
-    beside: AdapterBeside
 
 
 class _DrawFailedError(Exception):
@@ -218,7 +210,7 @@ class Publisher:
                 if isinstance(error, ConfigError):
                     raise
                 if self._connection is not None:  # whatever arrived, the next publish sends everything
-                    self._connection.beside.forget()
+                    self._connection.forget()
                 faults = [fault.kind for fault in getattr(error, "faults", ())]
                 event(trainer, "publish_fault", str(error), faults=faults)
                 if not retries:
@@ -237,7 +229,7 @@ class Publisher:
         connection = self._connected()
         begin_rollout(self.learner.trainer, engine)
         if isinstance(engine, Sleeps) and not engine.holds_weights:
-            connection.beside.forget()
+            connection.forget()
         with staged, within_memory("publishing the weights to the engine", PUBLISH_REMEDY):
             report = self._rollout(connection) if what == "rollout" else self._evaluation(connection)
         report.seconds = time.perf_counter() - start - (seconds["wait"] - before)
@@ -245,7 +237,7 @@ class Publisher:
             self.evaluated_in = loaded(report)
         return report
 
-    def _rollout(self, connection: Connection) -> PublishReport:
+    def _rollout(self, connection: AdapterBeside) -> PublishReport:
         """Publish what callbacks make of the learner's weights in the rollout format; compare log-probs where due."""
         learner, trainer = self.learner, self.learner.trainer
         perturbing = [callback for callback in rl_callbacks(trainer) if overrides(callback, "on_publish")]
@@ -270,26 +262,26 @@ class Publisher:
             self.scores.check(learner, self.engine, connection.source, merged, altered, self.version)
         return report
 
-    def _evaluation(self, connection: Connection) -> PublishReport:
+    def _evaluation(self, connection: AdapterBeside) -> PublishReport:
         """Publish the clean weights, in what `evaluation_format` says."""
-        source, delivery, beside = connection
+        source, delivery = connection.source, connection.delivery
         learner, engine, choice = self.learner, self.engine, self.settings.evaluation_format
         # Base and adapter side by side are the packed learner's own arithmetic.
         beside_base = self.spec.adapter is not None and source.packed
         if choice == "rollout" or engine.single_format or beside_base:
             return self._sampler(connection, unchanged)
-        beside.forget()
+        connection.forget()
         trained = trained_source(learner.policy, learner.trainer.precision_plugin) if choice == "auto" else None
         if trained is None:
             return delivery.weights(source.plain(engine.plain_dtype), None, source.shapes(), self.version)
         stream = trained.whole(unchanged, trained.plain_dtype(engine.plain_dtype))
         return delivery.weights(stream, trained.format, trained.shapes(), self.version)
 
-    def _sampler(self, connection: Connection, change: Change) -> PublishReport:
+    def _sampler(self, connection: AdapterBeside, change: Change) -> PublishReport:
         """Publish in the rollout format, the adapter beside its base or merged into it."""
-        source, delivery, beside = connection
+        source, delivery = connection.source, connection.delivery
         if self.spec.adapter is not None:
-            return beside.publish(change, self.version)
+            return connection.publish(change, self.version)
         stream = source.whole(change, source.plain_dtype(self.engine.plain_dtype))
         return delivery.weights(stream, source.format, source.shapes(), self.version)
 
@@ -313,15 +305,14 @@ class Publisher:
 
     # ------------------------------------------------------------------------------------------------------ the engine
 
-    def _connected(self) -> Connection:
+    def _connected(self) -> AdapterBeside:
         """Return the connection to the engine; the first call sets it up."""
         if self._connection is None:
             spec, policy = self.spec, self.learner.policy
             plugin, exclude = self.learner.trainer.precision_plugin, self.settings.exclude
             source = source_of(policy, plugin, spec.format, exclude, spec.quantize_head)
             self.engine.setup(spec, policy)
-            delivery = Delivery(self.engine, self.learner.iteration.timed)
-            self._connection = Connection(source, delivery, AdapterBeside(source, delivery))
+            self._connection = AdapterBeside(source, Delivery(self.engine, self.learner.iteration.timed))
         return self._connection
 
     def _bury(self, error: EngineDiedError) -> None:
@@ -351,7 +342,8 @@ class Publisher:
 
     def _disconnect(self) -> None:
         """Forget everything about an engine that is gone."""
-        self._connection: Connection | None = None
+        self._connection: AdapterBeside | None = None
+        """What lasts as long as one engine, from its start to its death."""
         self._held: Weights | None = None
         """What the engine holds, as far as is known."""
         self._rebuilt = True

@@ -225,7 +225,7 @@ def repeat(folder, *errors, retries=0):
     publisher = Publisher(PublishSettings(on_fault="retry" if retries else "stop"))
     trainer = SimpleNamespace(default_root_dir=str(folder), is_global_zero=True, current_epoch=0)
     publisher.learner = SimpleNamespace(trainer=trainer)
-    publisher._connection = SimpleNamespace(beside=SimpleNamespace(forget=lambda: story.append("forgot")))
+    publisher._connection = SimpleNamespace(forget=lambda: story.append("forgot"))
     publisher._bury = lambda error: story.append("buried")
 
     def once(what):
