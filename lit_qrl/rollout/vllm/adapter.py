@@ -11,9 +11,15 @@ from lit_qrl.receipts.ledger import ReceivedLedger, RefusedError
 from lit_qrl.rollout.adapter import PREFIX, A, B, factors, scaling
 from lit_qrl.rollout.vllm.checks import LORA_RANKS
 from lit_qrl.rollout.vllm.live_model import LiveModel
-from lit_qrl.rollout.vllm.upkeep import register_adapter
 
 ADAPTER_ID = 1
+
+
+def request() -> Any:
+    """Return vLLM's request for the one adapter."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest("policy", ADAPTER_ID, "in-memory")
 
 
 def check_adapter(config: Any, max_rank: int) -> None:
@@ -82,7 +88,8 @@ def replace_adapter(
     """
     given, held = factors(tensors, ledger), manager._adapter_manager
     if ADAPTER_ID not in held.lora_index_to_id:  # at first, or a reload has dropped it
-        register_adapter(manager, config.r, ADAPTER_ID)
+        manager.add_dummy_lora(request(), config.r)  # of zeros, in a running engine: vLLM reads one from files alone
+        held.activate_adapter(ADAPTER_ID)
     slot = list(held.lora_index_to_id).index(ADAPTER_ID)
     for layer, (a, b) in given.items():
         place = live.locate_layer(layer)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
-from torch import distributed, nn
+from torch import distributed
 from torch.distributed import distributed_c10d
 
 from lit_qrl.rollout.vllm.upkeep import forget_graph_pool, hold_pools, release_pools
@@ -118,16 +118,6 @@ def others_group_kept(owned: bool) -> Iterator[None]:
         yield
     finally:
         distributed.destroy_process_group = destroy
-
-
-def end_world() -> None:
-    """End the group of all processes that vLLM has made of this one, after the others; none may be built over it."""
-    from vllm.distributed import parallel_state
-
-    state: Any = parallel_state
-    if distributed.is_initialized() and distributed.get_world_size() > 1 and state._WORLD is not None:
-        state._WORLD.destroy()
-        state._WORLD = None
 
 
 @contextmanager
@@ -252,7 +242,8 @@ def shutdown(llm: Any, owns_process_group: bool, keep_weights: bool = False) -> 
         owns_process_group: the engine made the process group, so it is destroyed.
         keep_weights: a learner computes with them.
     """
-    from vllm.distributed import parallel_state
+    from vllm.distributed import parallel_state as state
+    from vllm.model_executor.model_loader.reload import layerwise
 
     ((model, storages),) = llm.collective_rpc("held_at_the_end", args=(keep_weights,))
     hold_pools()
@@ -261,7 +252,8 @@ def shutdown(llm: Any, owns_process_group: bool, keep_weights: bool = False) -> 
             llm.llm_engine.engine_core.shutdown()
         except Exception as error:  # of an engine that died
             log.warning("vLLM did not shut down cleanly: %s: %s", type(error).__name__, error)
-        _forget_reloads(model)
+        for module in model.modules():  # kept by weak reference, but the watched loaders refer to the model
+            layerwise.LAYERWISE_INFO.pop(module, None)
         # Its argument is the model, from which the watched loaders lead back to the engine: alone it would never run.
         finalizer = getattr(llm.llm_engine, "_finalizer", None)
         if finalizer is not None:
@@ -270,18 +262,12 @@ def shutdown(llm: Any, owns_process_group: bool, keep_weights: bool = False) -> 
         storage.resize_(0)
     forget_graph_pool()
     if owns_process_group:
-        parallel_state.cleanup_dist_env_and_memory()
-    else:
-        parallel_state.destroy_model_parallel()
-        end_world()
-
-
-def _forget_reloads(model: nn.Module) -> None:
-    """Drop what vLLM keeps of a model's layers: by weak reference, but the watched loaders refer to the model."""
-    from vllm.model_executor.model_loader.reload import layerwise
-
-    for module in model.modules():
-        layerwise.LAYERWISE_INFO.pop(module, None)
+        state.cleanup_dist_env_and_memory()
+        return
+    state.destroy_model_parallel()
+    if distributed.is_initialized() and distributed.get_world_size() > 1 and state._WORLD is not None:
+        state._WORLD.destroy()  # that vLLM has made of this one process, after the others: none may be built over it
+        state._WORLD = None
 
 
 def collect_memory() -> None:

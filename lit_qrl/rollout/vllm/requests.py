@@ -14,7 +14,7 @@ from torch import Tensor
 from lit_qrl.errors import StoppedError
 from lit_qrl.network.routing import route_dtype, routers, unrouted
 from lit_qrl.rollout.engine import Dialogue, EngineDiedError, Progress, Turn
-from lit_qrl.rollout.vllm.adapter import ADAPTER_ID
+from lit_qrl.rollout.vllm.adapter import request
 from lit_qrl.rollout.vllm.patches import ALL
 from lit_qrl.rollout.vllm.watchdog import Watchdog
 from lit_qrl.seeding import derive_seed
@@ -134,7 +134,7 @@ def run(
     with _stepping(llm, adapter, watchdog) as requests:
         ids = requests.add(prompts, params)
         positions = {name: position for position, name in enumerate(ids)}
-        while len(outputs) < len(ids) and requests.unfinished:
+        while len(outputs) < len(ids) and llm.llm_engine.has_unfinished_requests():
             finished = requests.step()
             for name, output in finished:
                 outputs[name] = output
@@ -189,10 +189,6 @@ class _Requests:
         self.llm, self.lora, self.watchdog = llm, lora, watchdog
         self.ids: list[str] = []
 
-    @property
-    def unfinished(self) -> bool:
-        return self.llm.llm_engine.has_unfinished_requests()
-
     def add(self, prompts: Sequence[Sequence[int]], params: Sequence[Any]) -> list[int]:
         inputs: list[Any] = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         ids = self.llm.enqueue(inputs, list(params), use_tqdm=False, lora_request=self.lora)
@@ -214,9 +210,7 @@ def _number(name: str) -> int:
 @contextmanager
 def _stepping(llm: Any, adapter: bool, watchdog: Watchdog) -> Iterator[_Requests]:
     """Give requests to add and step; what vLLM raises is the engine's death, an interruption takes them back."""
-    from vllm.lora.request import LoRARequest
-
-    requests = _Requests(llm, LoRARequest("policy", ADAPTER_ID, "in-memory") if adapter else None, watchdog)
+    requests = _Requests(llm, request() if adapter else None, watchdog)
     try:
         with watchdog:
             yield requests

@@ -37,20 +37,6 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
             parent._modules[name] = child
 
 
-def register_adapter(manager: Any, rank: int, slot: int) -> None:
-    """Make room for an adapter of zeros in a running engine: vLLM reads one from files alone.
-
-    Args:
-        manager: vLLM's, of the adapters of a model runner.
-        rank: of the adapter.
-        slot: the id of its requests.
-    """
-    from vllm.lora.request import LoRARequest
-
-    manager.add_dummy_lora(LoRARequest("policy", slot, "in-memory"), rank)
-    manager._adapter_manager.activate_adapter(slot)
-
-
 def forget_kernels(model: nn.Module) -> None:
     """Make experts on a CPU pack on the next reload: their kernel is taken as a sign that nothing is left to pack."""
     for module in model.modules():
