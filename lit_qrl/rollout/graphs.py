@@ -1,6 +1,5 @@
 """A step of fixed shapes as one CUDA graph."""
 
-import gc
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -10,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from lit_qrl.run.imports import uncollected
 
 log = logging.getLogger(__name__)
 
@@ -42,22 +43,17 @@ def record(
     graph, stream = torch.cuda.CUDAGraph(), _stream(device)
     current = torch.cuda.current_stream(device)
     stream.wait_stream(current)
-    collects = gc.isenabled()
-    gc.disable()  # what it would free may be another graph, which must not happen while one is recorded
-    try:
-        with torch.cuda.stream(stream):
-            options: dict[str, Any] = {} if former is None else {"pool": former.pool()}
-            graph.capture_begin(capture_error_mode="thread_local", **options)
-            try:
-                work()
-            except BaseException:
-                with suppress(RuntimeError):  # what failed, such as memory that ran out, is the caller's to know
-                    graph.capture_end()
-                raise
-            graph.capture_end()
-    finally:
-        if collects:
-            gc.enable()
+    # What a collection would free may be another graph, which must not happen while one is recorded.
+    with uncollected(), torch.cuda.stream(stream):
+        options: dict[str, Any] = {} if former is None else {"pool": former.pool()}
+        graph.capture_begin(capture_error_mode="thread_local", **options)
+        try:
+            work()
+        except BaseException:
+            with suppress(RuntimeError):  # what failed, such as memory that ran out, is the caller's to know
+                graph.capture_end()
+            raise
+        graph.capture_end()
     current.wait_stream(stream)
     return graph
 

@@ -84,7 +84,6 @@ class LiveModel:
         self.sent: dict[str, tuple[Place, tuple[int, ...], torch.dtype]] = {}
         self.pending: dict[str, list[str]] = {}
         self._layout: dict[tuple[str, str], str] = {}
-        self._ledger: ReceivedLedger | None = None
         self.routes: Routes | None = None
         self.learns_routes = True
         self._repacked = Checksums()
@@ -143,7 +142,7 @@ class LiveModel:
         The first stream goes through vLLM's own reload, which shows the routes of the later ones.
         """
         self.abandon()
-        self._ledger, self.sent, self.pending = ledger, {}, {}
+        self.sent, self.pending = {}, {}
         self._repacked, self._opaque, self._untouched = Checksums(), [], set()
         self._collector = ReceiptCollector(self.sent, ledger)
         if self.routes is not None:
@@ -167,8 +166,8 @@ class LiveModel:
         Raises:
             PublishError: for a fused or quantized layer of which a part is missing; that layer keeps its old weights.
         """
-        ledger, routes = self._ledger, self.routes
-        assert ledger is not None
+        assert self._collector is not None
+        ledger, routes = self._collector.ledger, self.routes
         try:
             with self._inside():
                 if self._direct is not None:
@@ -178,10 +177,10 @@ class LiveModel:
                     incomplete = self._revert_incomplete()
                     self._close_reload()
                     self._record_unprocessed()
-                self._refresh_tied()
+                ledger.faults += self._refresh_tied()
                 ledger.faults += stale_derived(self._derived, self._columns) + wrongly_computed(self._computed)
-                ledger.faults += self.constants.faults()
-                self._check_copies()
+                ledger.faults += self.constants.faults() + self._not_copied()
+                self._collector.check_digits()
         finally:
             self.abandon()
         if incomplete:
@@ -194,7 +193,7 @@ class LiveModel:
     def abandon(self) -> None:
         """Give up what was begun and not finished: layers that got nothing have their old weights back."""
         self._close_reload()
-        self._ledger = self._collector = self._direct = None
+        self._collector = self._direct = None
 
     def _close_reload(self) -> None:
         reload, self._reload = self._reload, None
@@ -211,8 +210,8 @@ class LiveModel:
 
     def _gate(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Note what passes to vLLM's loader; what no module is known to keep is recorded here."""
-        assert self._ledger is not None
-        current = ""
+        assert self._collector is not None
+        ledger, current = self._collector.ledger, ""
         for name, tensor in tensors:
             place, handed = self.locate(name), {self._naming.learned.get(name, name): tensor}
             if place is None and self.network is not None:
@@ -226,11 +225,11 @@ class LiveModel:
             if place is None or place.rewritten:
                 # Of "experts.0.up_proj.weight", which the hub has in place of a stack, the module that holds them all.
                 self._opaque += [name, *(f"{key.rsplit('.', 3)[0]}." for key in list(handed)[:1] if len(handed) > 1)]
-                self._ledger.record(name, self.own_part(name, tensor))
+                ledger.record(name, self.own_part(name, tensor))
                 if place is None or not note_computed(self._computed, name, place, tensor):
-                    self._ledger.unread.append(name)
+                    ledger.unread.append(name)
             elif name in self.sent or place.attribute in DESCRIPTIVE:
-                self._ledger.record(name, self.own_part(name, tensor))
+                ledger.record(name, self.own_part(name, tensor))
             if name not in self.sent and place is not None:
                 self.sent[name] = place, tuple(self.own_part(name, tensor).shape), tensor.dtype
                 if place.attribute not in DESCRIPTIVE and not place.rewritten:
@@ -257,7 +256,7 @@ class LiveModel:
     def _watched(self, process: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
         def watched(layer: nn.Module) -> None:
             name = self._names.get(id(layer))
-            if self._ledger is None or name is None:
+            if self._collector is None or name is None:
                 process(layer)
                 return
             before = {key: tensor.data_ptr() for key, tensor in tensors_of(layer).items()}
@@ -285,9 +284,8 @@ class LiveModel:
             module = self._modules[module_name]
             self._layout.update({(module_name, key): "kept" for key in tensors_of(module)})
 
-    def _check_copies(self) -> None:
-        """Compare what repacking returned with what the kernels' memory holds."""
-        assert self._ledger is not None
+    def _not_copied(self) -> list[Fault]:
+        """Return a fault for each result of repacking that the kernels' memory does not hold."""
         wanted = self._repacked.finish()
         live = Checksums()
         for key in wanted:
@@ -296,11 +294,8 @@ class LiveModel:
             if tensor is not None:
                 live.add(key, tensor)
         found = live.finish()
-        for key, (value, _) in wanted.items():
-            if key not in found or found[key][0] != value:
-                self._ledger.faults.append(Fault("not_copied", key.replace("\0", ".")))
-        assert self._collector is not None
-        self._collector.check_digits()
+        wrong = [key for key, (value, _) in wanted.items() if key not in found or found[key][0] != value]
+        return [Fault("not_copied", key.replace("\0", ".")) for key in wrong]
 
     def _revert_incomplete(self) -> list[Fault]:
         """Drop partly loaded layers from the reload: vLLM would fill the rest with uninitialised memory."""
@@ -338,12 +333,12 @@ class LiveModel:
         ]
 
     @torch.no_grad()
-    def _refresh_tied(self) -> None:
+    def _refresh_tied(self) -> list[Fault]:
         """Pack a tied output head again, and ask it for a few columns of the embedding that it should hold.
 
         On CPU vLLM packs a copy for the head's GEMM, and a reload of the embedding alone leaves that one as it was.
         """
-        assert self._ledger is not None
+        faults = []
         for name, module in self._tied():
             pack_again(module)
             weight = getattr(module, "weight", None)
@@ -354,7 +349,8 @@ class LiveModel:
             if got is not None and bool(
                 (share_of_bound(got, weight[: len(got), columns].float(), exact=True) > 1).any()
             ):
-                self._ledger.faults.append(Fault("gemm", f"{name}.weight", "tied to the embedding"))
+                faults.append(Fault("gemm", f"{name}.weight", "tied to the embedding"))
+        return faults
 
     def _not_loaded(self) -> list[Fault]:
         """Return a fault for each module with parameters of its own that no tensor was for."""
