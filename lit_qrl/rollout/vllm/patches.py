@@ -29,25 +29,6 @@ _LOADER = "vllm.model_executor.model_loader"
 
 
 @dataclass(frozen=True)
-class Versions:
-    """The versions of vLLM from `first` on, and before `fixed` where one is known that needs the change no more.
-
-    >>> (0, 32, 0) in Versions("0.26"), (0, 32, 0) in Versions("0.26", "0.32")
-    (True, False)
-    """
-
-    first: str
-    fixed: str | None = None
-
-    def __contains__(self, version: Sequence[int]) -> bool:
-        found = tuple(version)
-        return _numbers(self.first) <= found and (self.fixed is None or found < _numbers(self.fixed))
-
-    def __str__(self) -> str:
-        return f"from {self.first}" if self.fixed is None else f"{self.first} to below {self.fixed}"
-
-
-@dataclass(frozen=True)
 class Patch:
     """A change to vLLM's code, made once per process.
 
@@ -62,7 +43,12 @@ class Patch:
         needs: symbols beside those that the change relies on.
         device: that needs it; None for both.
         sources: symbols whose source must be known, with its `digest` in each version that was looked at.
-        versions: that need it; all that are taken where it is not said.
+        first: version that needs it.
+        fixed: version that needs it no more; None where none is known.
+
+    >>> old = Patch("locks", "a step hangs", "by a clock", {}, fixed="0.32")
+    >>> old.versions, old.concerns((0, 31, 9), "cpu"), old.concerns((0, 32, 0), "cpu")
+    ('0.26 to below 0.32', True, False)
     """
 
     name: str
@@ -72,11 +58,19 @@ class Patch:
     needs: Sequence[str] = ()
     device: Literal["cpu", "cuda"] | None = None
     sources: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    versions: Versions = Versions("0.26")
+    first: str = "0.26"
+    fixed: str | None = None
+
+    @property
+    def versions(self) -> str:
+        """Which need it, in words."""
+        return f"from {self.first}" if self.fixed is None else f"{self.first} to below {self.fixed}"
 
     def concerns(self, version: Sequence[int], device: str) -> bool:
         """Return True where this vLLM needs the change."""
-        return version in self.versions and self.device in (None, device)
+        found = tuple(version)
+        needed = _numbers(self.first) <= found and (self.fixed is None or found < _numbers(self.fixed))
+        return needed and self.device in (None, device)
 
     def misfits(self) -> Iterator[str]:
         """Yield what of the installed vLLM is not there, or not as it was looked at."""
@@ -433,7 +427,7 @@ PATCHES = (
                 "vllm.model_executor.kernels.linear.mixed_precision.marlin",
             )
         },
-        versions=Versions("0.26", "0.32"),  # its #48438
+        fixed="0.32",  # its #48438
     ),
     Patch(
         "process_group",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_qrl.rollout.vllm.patches import Patch, Versions
+from lit_qrl.rollout.vllm.patches import Patch
 
 _MOST = 2**31 - 1
 """Numbers that the repacking kernel's 32-bit indices reach."""
@@ -217,6 +217,6 @@ CHANGES = (
         "a reload adds up what waits of all layers at every tensor, to warn of it",
         "a first publish of 30B-A3B in nvfp4 came to the eleventh of 48 layers in 140 s",
         {"vllm.model_executor.model_loader.reload.layerwise:get_info_size": lambda original: lambda info: 0},
-        versions=Versions("0.26", "0.28"),
+        fixed="0.28",
     ),
 )

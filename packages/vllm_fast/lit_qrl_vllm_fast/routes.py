@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lit_qrl.errors import ConfigError, listed
 from lit_qrl.network.routing import route_dtype, unrouted
-from lit_qrl.rollout.vllm.patches import Patch, Versions
+from lit_qrl.rollout.vllm.patches import Patch
 
 _KEPT = "lit_qrl_recorded_routes"
 
@@ -151,6 +151,6 @@ CHANGES = (
             "vllm.forward_context:ForwardContext",
         ],
         device="cpu",
-        versions=Versions("0.27"),
+        first="0.27",
     ),
 )

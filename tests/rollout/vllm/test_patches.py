@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from lit_qrl.errors import ConfigError
 from lit_qrl.rollout.vllm import installation, patches
 from lit_qrl.rollout.vllm.installation import installed_version
-from lit_qrl.rollout.vllm.patches import CUMEM, DUMMY, PATCHES, Patch, Versions, apply, apply_all, fill, find
+from lit_qrl.rollout.vllm.patches import CUMEM, DUMMY, PATCHES, Patch, apply, apply_all, fill, find
 from lit_qrl.types import SamplingParams
 from tests.families.configs import BY_TYPE, random_network
 from tests.families.vllm_cells import eager_network, start
@@ -23,14 +23,15 @@ BY_NAME = {patch.name: patch for patch in PATCHES}
 @pytest.mark.parametrize(
     ("versions", "inside", "outside"),
     [
-        (Versions("0.26"), [(0, 26, 0), (0, 32, 1), (1, 0, 0)], [(0, 25, 9), (0, 0, 0)]),
-        (Versions("0.26", "0.32"), [(0, 26, 0), (0, 31, 9)], [(0, 32, 0), (0, 33, 0)]),
-        (Versions("0.26.1", "0.27.2"), [(0, 26, 1), (0, 27, 1)], [(0, 26, 0), (0, 27, 2)]),
+        ({}, [(0, 26, 0), (0, 32, 1), (1, 0, 0)], [(0, 25, 9), (0, 0, 0)]),
+        ({"fixed": "0.32"}, [(0, 26, 0), (0, 31, 9)], [(0, 32, 0), (0, 33, 0)]),
+        ({"first": "0.26.1", "fixed": "0.27.2"}, [(0, 26, 1), (0, 27, 1)], [(0, 26, 0), (0, 27, 2)]),
     ],
 )
 def test_versions(versions, inside, outside):
-    assert all(version in versions for version in inside)
-    assert not any(version in versions for version in outside)
+    one = patch("count", **versions)
+    assert all(one.concerns(version, "cpu") for version in inside)
+    assert not any(one.concerns(version, "cpu") for version in outside)
 
 
 class Engine:
@@ -52,9 +53,9 @@ def test_what_an_init_or_a_function_sets_is_there(fake):
             find(f"vllm.part:{symbol}")
 
 
-def patch(symbol, name="one_more", versions=Versions("0.26"), **options):  # noqa: B008
+def patch(symbol, name="one_more", **options):
     changes = {f"vllm.part:{symbol}": lambda original: lambda: original() + 1}
-    return Patch(name, "numbers are wrong", "by looking", changes, versions=versions, **options)
+    return Patch(name, "numbers are wrong", "by looking", changes, **options)
 
 
 def test_a_change_is_made_once_however_often_it_is_applied(fake):
@@ -88,8 +89,8 @@ def test_those_are_made_that_the_installed_version_needs(fake, install, monkeypa
     module = fake("vllm.part", count=lambda: 1, other=lambda: 5)
     mine = (
         patch("count"),
-        patch("gone", "mended", Versions("0.26", "0.32")),
-        patch("other", "for_later", Versions("0.50")),
+        patch("gone", "mended", fixed="0.32"),
+        patch("other", "for_later", first="0.50"),
         patch("gone", "of_a_gpu", device="cuda"),
     )
     monkeypatch.setattr(patches, "PATCHES", mine)
@@ -105,7 +106,7 @@ def test_those_are_made_that_the_installed_version_needs(fake, install, monkeypa
 def test_what_the_patches_need_is_in_the_installed_vllm():
     version, _ = installed_version()
     for one in PATCHES:
-        if version in one.versions:
+        if one.concerns(version, one.device or "cpu"):
             assert list(one.misfits()) == [], one.name
 
 

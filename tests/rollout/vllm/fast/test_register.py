@@ -11,7 +11,7 @@ import lit_qrl_vllm_fast
 import pytest
 
 from lit_qrl.rollout.vllm.installation import PACKAGE, PLUGIN, installed_version
-from lit_qrl.rollout.vllm.patches import Patch, Versions, digest
+from lit_qrl.rollout.vllm.patches import Patch, digest
 
 FOLDER = Path(__file__).parents[4] / "packages" / "vllm_fast"
 
@@ -22,12 +22,12 @@ def counted(made):
 
 
 def changes(made, source):
-    build = {"versions": Versions("0.26"), "wrong": "slow", "seen": "by a clock"}
+    build = {"wrong": "slow", "seen": "by a clock"}
     return (
         Patch("fits", changes={"vllm.part:one": counted(made)}, sources={"vllm.part:two": [source]}, **build),
         Patch("renamed", changes={"vllm.part:gone": counted(made)}, **build),
         Patch("rewritten", changes={"vllm.part:one": counted(made)}, sources={"vllm.part:two": ["00"]}, **build),
-        Patch("later", changes={"vllm.part:gone": counted(made)}, **{**build, "versions": Versions("0.99")}),
+        Patch("later", changes={"vllm.part:gone": counted(made)}, first="0.99", **build),
     )
 
 
@@ -86,7 +86,7 @@ def test_vllm_loads_it_and_all_of_it_fits_the_versions_that_were_run(caplog):
     assert PLUGIN in {one.name for one in entry_points(group="vllm.general_plugins")}
     version, _ = installed_version()
     for change in lit_qrl_vllm_fast.CHANGES:
-        if version in change.versions:
+        if change.concerns(version, change.device or "cpu"):
             assert lit_qrl_vllm_fast.misfit(change) is None, change.name
 
 
