@@ -167,7 +167,6 @@ class One(tuple):
 
 def lists_of_numbers(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return `tolists`: where nothing but the drawn token's log-prob is asked for, arrays become lists at once."""
-    kinds: dict[type, type] = {}
 
     def tolists(self: Any, *args: Any, **named: Any) -> Any:
         arrays = original(self, *args, **named)
@@ -176,17 +175,15 @@ def lists_of_numbers(original: Callable[..., Any]) -> Callable[..., Any]:
             return arrays
         if starts is not None or logprobs.ndim != 2 or logprobs.shape[1] != 1:
             return arrays
-        if type(arrays) not in kinds:
-            kinds[type(arrays)] = _by_number(type(arrays))
-        kind = kinds[type(arrays)]
-        made = kind(*arrays)
+        made = _by_number(type(arrays))(*arrays)
         made.ones = list(map(One, zip(words[:, 0].tolist(), logprobs[:, 0].tolist(), ranks.tolist(), strict=True)))
         return made
 
     return tolists
 
 
-def _by_number(arrays: type) -> type:
+@lru_cache
+def _by_number(arrays: type) -> Any:
     """Return a class of vLLM's arrays that gives a request's only token as `One`."""
 
     class ByNumber(arrays):

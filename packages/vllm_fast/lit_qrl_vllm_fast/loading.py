@@ -1,7 +1,7 @@
 """What makes the start of an engine and its publishes shorter."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable
 from inspect import signature
 from typing import Any
 
@@ -19,10 +19,28 @@ _LARGEST = 448 * _RAISED
 # ------------------------------------------------------------------------------------------- Marlin's repacking
 
 
-def _apart(given: Mapping[str, Any], weight: Tensor) -> bool:
-    """Return whether experts go one by one: each with an order of inputs of its own, or too many for one launch."""
-    order = given.get("perm")
-    return (order is not None and order.numel() > 0) or weight.numel() > _MOST
+def _at_once(original: Any, name: str, laid: Callable[[Tensor], Tensor]) -> Any:
+    """Return a repacking of experts that goes through all of them in one launch.
+
+    They go one by one where each has an order of inputs of its own, or where they are too many for one launch.
+
+    Args:
+        original: repacking.
+        name: of its argument for the weights, experts first.
+        laid: from those to one matrix of them all, "1 …".
+    """
+    bind = signature(original).bind
+
+    def repack(*args: Any, **kwargs: Any) -> Tensor:
+        given = bind(*args, **kwargs).arguments
+        weight, order = given[name], given.get("perm")
+        if (order is not None and order.numel() > 0) or weight.numel() > _MOST:
+            return original(**given)
+        count = len(weight)
+        given |= {name: laid(weight), "size_k": count * given["size_k"]}
+        return original(**given).unflatten(1, (count, -1))[0]
+
+    return repack
 
 
 def integers_at_once(original: Any) -> Any:
@@ -31,35 +49,12 @@ def integers_at_once(original: Any) -> Any:
     The kernel goes by tiles of 16 inputs and knows no expert, so that experts which lie one after another along their
     inputs are one matrix to it; the scales' order is within a row.
     """
-    bind = signature(original).bind
-
-    def gptq_marlin_moe_repack(*args: Any, **kwargs: Any) -> Tensor:
-        given = bind(*args, **kwargs).arguments
-        weight: Tensor = given["b_q_weight"]  # "experts in/8 out" of 4 bits
-        if _apart(given, weight):
-            return original(**given)
-        count = len(weight)
-        given |= {"b_q_weight": weight.reshape(1, -1, weight.shape[2]), "size_k": count * given["size_k"]}
-        return original(**given).unflatten(1, (count, -1))[0]
-
-    return gptq_marlin_moe_repack
+    return _at_once(original, "b_q_weight", lambda weight: weight.reshape(1, -1, weight.shape[2]))  # "experts in/8 out"
 
 
 def floats_at_once(original: Any) -> Any:
     """Return the repacking of a layer's experts of 4-bit floats, which goes through all of them in one launch."""
-    bind = signature(original).bind
-
-    def repack_marlin_experts(*args: Any, **kwargs: Any) -> Tensor:
-        given = bind(*args, **kwargs).arguments
-        weight: Tensor = given["weight"]  # "experts out in/2", two numbers a byte
-        if _apart(given, weight):
-            return original(**given)
-        count, rows, _ = weight.shape
-        side_by_side = weight.transpose(0, 1).reshape(1, rows, -1)
-        given |= {"weight": side_by_side, "size_k": count * given["size_k"]}
-        return original(**given).unflatten(1, (count, -1))[0]
-
-    return repack_marlin_experts
+    return _at_once(original, "weight", lambda weight: weight.transpose(0, 1).reshape(1, weight.shape[1], -1))
 
 
 def permuted_stack(s: Tensor, size_k: int, size_n: int, group_size: int, is_a_8bit: bool = False) -> Tensor:
