@@ -8,15 +8,13 @@ is asked for columns of them, and `column_bound` says what that product may roun
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lit_qrl.formats.base import NumberFormat
 from lit_qrl.receipts.checksum import Checksums, dtype_name
-
-if TYPE_CHECKING:
-    from lit_qrl.formats.base import NumberFormat
 
 FaultKind = Literal[
     "missing", "extra", "twice", "shape", "dtype", "stale", "swapped", "different", "non_finite", "version",
@@ -173,7 +171,7 @@ class SentLedger(Ledger):
     def __init__(
         self,
         version: int,
-        format: "NumberFormat | None" = None,
+        format: NumberFormat | None = None,
         sampled: Mapping[str, tuple[int, int]] | None = None,
         columns: int = 4,
     ) -> None:

@@ -2,22 +2,20 @@
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from lit_qrl.errors import ConfigError, listed
 from lit_qrl.formats import support
+from lit_qrl.formats.base import NumberFormat
 from lit_qrl.network.experts import expert_stacks
 from lit_qrl.network.linears import fused_group, fused_groups, quantizable_linears
 from lit_qrl.network.names import base_of, checkpoint_modules
 from lit_qrl.network.routing import routers
 from lit_qrl.network.shards import own
 from lit_qrl.rollout.vllm import cpu as vllm_cpu
-
-if TYPE_CHECKING:
-    from lit_qrl.formats.base import NumberFormat
 
 GIB = 2**30
 PARALLEL = (
@@ -33,7 +31,7 @@ PARALLEL = (
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
-def automatic_dtype(format: "NumberFormat | None", learner: torch.dtype) -> torch.dtype:
+def automatic_dtype(format: NumberFormat | None, learner: torch.dtype) -> torch.dtype:
     """Return the engine's dtype: the format's or the learner's own, bf16 where kernels take nothing else.
 
     >>> from lit_qrl import formats
@@ -46,7 +44,7 @@ def automatic_dtype(format: "NumberFormat | None", learner: torch.dtype) -> torc
     return learner if takes_float32 or learner != torch.float32 else torch.bfloat16
 
 
-def check_format(format: "NumberFormat | None", head: bool = False) -> None:
+def check_format(format: NumberFormat | None, head: bool = False) -> None:
     """Raise `ConfigError` for a format that vLLM has no kernel for on this host.
 
     Args:
@@ -92,7 +90,7 @@ def check_format(format: "NumberFormat | None", head: bool = False) -> None:
         )
 
 
-def check_same_format(given: "NumberFormat | None", held: "NumberFormat | None") -> None:
+def check_same_format(given: NumberFormat | None, held: NumberFormat | None) -> None:
     """Raise `ValueError` for another format than the engine was built for."""
     if ((given and given.quantization_config()) or {}) != ((held and held.quantization_config()) or {}):
         expected, found = ("plain weights" if one is None else one.name for one in (held, given))
@@ -102,7 +100,7 @@ def check_same_format(given: "NumberFormat | None", held: "NumberFormat | None")
         )
 
 
-def check_groups(format: "NumberFormat | None", held: Mapping[str, Sequence[str]]) -> None:
+def check_groups(format: NumberFormat | None, held: Mapping[str, Sequence[str]]) -> None:
     """Raise `ConfigError` where vLLM multiplies layers as one that got a scale each.
 
     Args:
@@ -121,7 +119,7 @@ def check_groups(format: "NumberFormat | None", held: Mapping[str, Sequence[str]
             )
 
 
-def check_operators(format: "NumberFormat | None") -> None:
+def check_operators(format: NumberFormat | None) -> None:
     """Raise `ConfigError` for a format whose operator the CPU build of vLLM lacks on this host, or computes wrongly."""
     if format is None or torch.cuda.is_available():
         return
@@ -259,7 +257,7 @@ def check_device_memory(network: nn.Module, bits_per_weight: float, share: float
         )
 
 
-def check_experts(network: nn.Module, format: "NumberFormat | None", exclude: Collection[str]) -> None:
+def check_experts(network: nn.Module, format: NumberFormat | None, exclude: Collection[str]) -> None:
     """Raise `ConfigError` for experts in a format of 8 bits or less that vLLM has no kernel for on this host.
 
     Args:

@@ -7,16 +7,13 @@ import shutil
 import tempfile
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from lit_qrl.formats.base import NumberFormat
 from lit_qrl.rollout.vllm.checks import plain_layers
 from lit_qrl.rollout.vllm.models import further_keys
-
-if TYPE_CHECKING:
-    from lit_qrl.formats.base import NumberFormat
-
 
 _made: dict[Path, int] = {}
 """Folders that are left, and the processes that made them: a child that was forked off removes none."""
@@ -24,7 +21,7 @@ _made: dict[Path, int] = {}
 
 def model_folder(
     network: Any,
-    format: "NumberFormat | None",
+    format: NumberFormat | None,
     exclude: Collection[str],
     head: bool,
     dtype: torch.dtype,
