@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lit_qrl.errors import ConfigError
+
 
 @dataclass(slots=True)
 class QuantizedWeight:
@@ -59,6 +61,9 @@ class NumberFormat(ABC):
     rows_together: ClassVar[int | None] = None
     """How many rows of a weight share scales, the first of them a multiple of that; None where all of them may."""
 
+    inputs_together: ClassVar[int] = 1
+    """How many inputs of a row share a scale, or lie in one word of codes: `in_features` is a multiple of that."""
+
     scales_like_weight: ClassVar[bool] = False
     """True when scales have the dtype of the weight, which is cast to the engine's before it is quantized."""
 
@@ -105,8 +110,16 @@ class NumberFormat(ABC):
         """
         return 0.0
 
-    def check(self, name: str, shape: tuple[int, int]) -> None:  # noqa: B027
+    def check(self, name: str, shape: tuple[int, int]) -> None:
         """Raise `ConfigError` naming the layer, the shape and the remedy where the shape does not fit."""
+        if shape[1] % self.inputs_together:
+            smaller = "Choose a smaller group_size, or exclude" if hasattr(self, "group_size") else "Exclude"
+            raise ConfigError(
+                f"{name} does not fit {self.name}.",
+                expected=f"in_features divisible by {self.inputs_together}",
+                given=f"a weight of shape {tuple(shape)}",
+                remedy=f"{smaller} the layer.",
+            )
 
     @abstractmethod
     def quantize(self, weight: Tensor, shared_amax: Tensor | None = None) -> QuantizedWeight:

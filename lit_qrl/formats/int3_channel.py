@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lit_qrl.formats.base import NumberFormat, QuantizedWeight, compressed_tensors_config, expect_shape
-from lit_qrl.formats.numerics import check_divisible, require_finite, scale_from_amax
+from lit_qrl.formats.numerics import require_finite, scale_from_amax
 
 _MIN, _MAX, _STEPS = -4, 3, 3.5
 _PER_THREE_BYTES = 8
@@ -26,13 +26,11 @@ class Int3Channel(NumberFormat):
     name: ClassVar[str] = "int3_channel"
     suffixes: ClassVar[tuple[str, ...]] = ("weight_packed", "weight_scale")
     rows_together: ClassVar[int | None] = 1
+    inputs_together: ClassVar[int] = _PER_THREE_BYTES
 
     @property
     def bits_per_weight(self) -> float:
         return 3.0
-
-    def check(self, name: str, shape: tuple[int, int]) -> None:
-        check_divisible(self.name, name, shape, _PER_THREE_BYTES, "Exclude the layer.")
 
     @torch.no_grad()
     def quantize(self, weight: Tensor, shared_amax: Tensor | None = None) -> QuantizedWeight:

@@ -17,7 +17,6 @@ from lit_qrl.formats.numerics import (
     INT4_MAX,
     INT4_MIN,
     INT4_STEPS,
-    check_divisible,
     pack_int4,
     require_finite,
     scale_from_amax,
@@ -68,9 +67,9 @@ class Int4Group(NumberFormat):
     def bits_per_weight(self) -> float:
         return 4.0 + 16.0 / self.group_size
 
-    def check(self, name: str, shape: tuple[int, int]) -> None:
-        remedy = "Choose a smaller group_size, or exclude the layer."
-        check_divisible(self.name, name, shape, self.group_size, remedy)
+    @property
+    def inputs_together(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.group_size
 
     @torch.no_grad()
     def quantize(self, weight: Tensor, shared_amax: Tensor | None = None) -> QuantizedWeight:

@@ -10,7 +10,6 @@ from torch import Tensor
 from lit_qrl.formats.base import NumberFormat, QuantizedWeight, compressed_tensors_config, expect_shape
 from lit_qrl.formats.kernels import dispatch
 from lit_qrl.formats.numerics import (
-    check_divisible,
     fp4_values,
     pack_nibbles,
     require_finite,
@@ -37,13 +36,11 @@ class MXFP4(NumberFormat):
     name: ClassVar[str] = "mxfp4"
     suffixes: ClassVar[tuple[str, ...]] = ("weight_packed", "weight_scale")
     rows_together: ClassVar[int | None] = 1
+    inputs_together: ClassVar[int] = BLOCK
 
     @property
     def bits_per_weight(self) -> float:
         return 4.0 + 8.0 / BLOCK
-
-    def check(self, name: str, shape: tuple[int, int]) -> None:
-        check_divisible(self.name, name, shape, BLOCK, "Exclude the layer.")
 
     @torch.no_grad()
     def quantize(self, weight: Tensor, shared_amax: Tensor | None = None) -> QuantizedWeight:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from lit_qrl.formats.base import NumberFormat, PreparedWeight, QuantizedWeight, compressed_tensors_config, expect_shape
 from lit_qrl.formats.mxfp4 import BLOCK, NAN, power_of_two
-from lit_qrl.formats.numerics import E4M3, E4M3_MAX, check_divisible, require_finite
+from lit_qrl.formats.numerics import E4M3, E4M3_MAX, require_finite
 
 _LARGEST_EXPONENT = 8  # of an E4M3 number: 448 = 1.75 · 2^8
 
@@ -30,6 +30,7 @@ class MXFP8(NumberFormat):
 
     name: ClassVar[str] = "mxfp8"
     rows_together: ClassVar[int | None] = 1
+    inputs_together: ClassVar[int] = BLOCK
 
     @property
     def quantizes_activations(self) -> bool:
@@ -38,9 +39,6 @@ class MXFP8(NumberFormat):
     @property
     def bits_per_weight(self) -> float:
         return 8.0 + 8.0 / BLOCK
-
-    def check(self, name: str, shape: tuple[int, int]) -> None:
-        check_divisible(self.name, name, shape, BLOCK, "Exclude the layer.")
 
     @torch.no_grad()
     def quantize(self, weight: Tensor, shared_amax: Tensor | None = None) -> QuantizedWeight:

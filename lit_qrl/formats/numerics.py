@@ -163,17 +163,6 @@ def unpack_int4(packed: Tensor) -> Tensor:
     return (((packed.unsqueeze(-1) >> shifts) & 0x0F) - 8).to(torch.int8).flatten(-2)
 
 
-def check_divisible(format_name: str, layer: str, shape: tuple[int, int], size: int, remedy: str) -> None:
-    """Raise `ConfigError` naming layer, shape and remedy unless `size` divides in_features."""
-    if shape[1] % size:
-        raise ConfigError(
-            f"{layer} does not fit {format_name}.",
-            expected=f"in_features divisible by {size}",
-            given=f"a weight of shape {tuple(shape)}",
-            remedy=remedy,
-        )
-
-
 def with_bias(out: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return the fp32 product `out` plus `bias`, added before the rounding to `dtype`."""
     return (out if bias is None else out.add_(bias)).to(dtype)

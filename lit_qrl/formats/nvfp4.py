@@ -18,7 +18,6 @@ from lit_qrl.formats.numerics import (
     E4M3_MAX,
     E4M3_SMALLEST_NORMAL,
     FP4_MAX,
-    check_divisible,
     fp4_values,
     magnitudes,
     pack_nibbles,
@@ -52,6 +51,7 @@ class NVFP4(NumberFormat):
     name: ClassVar[str] = "nvfp4"
     suffixes: ClassVar[tuple[str, ...]] = ("weight_packed", "weight_scale", "weight_global_scale")
     shares_amax: ClassVar[bool] = True
+    inputs_together: ClassVar[int] = BLOCK
 
     @property
     def bits_per_weight(self) -> float:
@@ -65,9 +65,6 @@ class NVFP4(NumberFormat):
         """
         assert q.global_scale is not None
         return FP4_MAX * E4M3_SMALLEST_NORMAL / q.global_scale
-
-    def check(self, name: str, shape: tuple[int, int]) -> None:
-        check_divisible(self.name, name, shape, BLOCK, "Exclude the layer.")
 
     @torch.no_grad()
     def quantize(self, weight: Tensor, shared_amax: Tensor | None = None) -> QuantizedWeight:
@@ -116,14 +113,11 @@ class NVFP4(NumberFormat):
         quotient = (largest * FP4_MAX) / amaxes.clamp(min=torch.finfo(amaxes.dtype).tiny)
         return torch.nan_to_num(quotient, nan=1.0, posinf=1.0).to(torch.float32)
 
-    def dequantize(self, q: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
-        return self._values(q, dtype)
-
     def dequantize_stack(self, q: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
-        return self._values(q, dtype)
+        return self.dequantize(q, dtype)
 
-    def _values(self, q: QuantizedWeight, dtype: torch.dtype) -> Tensor:
-        """Return a weight, or those of a stack, one for each global scale."""
+    def dequantize(self, q: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the weight, or those of a stack, one for each global scale."""
         assert q.scales is not None
         assert q.global_scale is not None
         shape = (*q.codes.shape[:-1], q.codes.shape[-1] * 2)

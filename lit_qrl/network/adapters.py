@@ -194,7 +194,7 @@ def _weights(
         with gathered(module) if module is not base else nullcontext():
             found = read(module)
         for name, tensor in found.items():
-            if (parameter := _parameter(base, name)) is None:
+            if (parameter := dict(base.named_parameters()).get(name)) is None:
                 yield prefix + name, tensor
             else:
                 replaced[id(parameter)] = tensor
@@ -202,10 +202,6 @@ def _weights(
             if tensor is not None and name not in base._non_persistent_buffers_set and id(tensor) not in seen:
                 seen.add(id(tensor))
                 yield prefix + name, whole(replaced.pop(id(tensor), tensor).detach())
-
-
-def _parameter(module: nn.Module, name: str) -> nn.Parameter | None:
-    return dict(module.named_parameters()).get(name)
 
 
 def _multiplied_out(module: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Tensor]:

@@ -80,17 +80,11 @@ class ExpertStack:
         """Return whether `layers` names the experts' matrices, which it does for all of them or for none."""
         return next(iter(self.layers())) in layers
 
-    def split(self, matrix: str, stack: Tensor) -> list[tuple[Tensor, ...]]:
-        """Return for every expert its matrices "out in" that lie in a parameter: views, through which gradients flow.
-
-        Args:
-            matrix: the parameter's name.
-            stack: its values "experts · ·".
-        """
-        return [self.parts_of(matrix, one) for one in stack.unbind(0)]
-
     def parts_of(self, matrix: str, one: Tensor) -> tuple[Tensor, ...]:
-        """Return the matrices "out in" that lie in one expert's part of a parameter, or "experts out in" of all."""
+        """Return the matrices "out in" that lie in one expert's part of a parameter, or "experts out in" of all.
+
+        They are views, through which gradients flow.
+        """
         rows = one.mT if self.transposed else one
         if len(self.parts[matrix]) == 1:
             return (rows,)
@@ -112,19 +106,15 @@ class ExpertStack:
         stack = []
         for first in range(0, len(names), len(leaves)):
             rows = [weights[name] for name in names[first : first + len(leaves)]]
-            one = _beside([row.t() for row in rows], self.interleaved).t()
+            one = self.outputs([row.t() for row in rows]).t()
             stack.append(one.t() if self.transposed else one)
         return torch.stack(stack)
 
     def outputs(self, parts: list[Tensor]) -> Tensor:
         """Return the products "rows out" with an expert's matrices of one parameter as the model's own code has it."""
-        return _beside(parts, self.interleaved)
-
-
-def _beside(parts: list[Tensor], interleaved: bool) -> Tensor:
-    if len(parts) == 1:
-        return parts[0]
-    return torch.stack(parts, dim=-1).flatten(-2) if interleaved else torch.cat(parts, dim=-1)
+        if len(parts) == 1:
+            return parts[0]
+        return torch.stack(parts, dim=-1).flatten(-2) if self.interleaved else torch.cat(parts, dim=-1)
 
 
 def expert_weights(root: nn.Module) -> dict[str, nn.Parameter]:

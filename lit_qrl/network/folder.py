@@ -27,7 +27,7 @@ INDEX = "model.safetensors.index.json"
 GGUF = ".gguf"
 SAME_MATRIX = 0.5
 """Two roundings of one matrix differ by less of its norm; those of two, by more than all of it."""
-_SINGLE = "model.safetensors"
+_SINGLE, _PARTIAL = "model.safetensors", "shard-{:05d}.partial"
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 # What is beside the weights of a model: config, tokenizer, chat template.
 _FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
@@ -261,31 +261,24 @@ class FolderWriter:
         self.bytes += size
 
     def _flush(self) -> None:
-        save_file(self._pending, self._path(len(self._shards)), metadata={"format": "pt"})
+        save_file(self._pending, self.folder / _PARTIAL.format(len(self._shards)), metadata={"format": "pt"})
         self._shards.append(list(self._pending))
         self._pending, self._held = {}, 0
-
-    def _path(self, number: int) -> Path:
-        return self.folder / f"shard-{number:05d}.partial"
-
-    def _name(self, number: int, file: str) -> None:
-        path = self._path(number)
-        path.chmod(0o644)  # safetensors writes for the owner alone
-        path.rename(self.folder / file)
 
     def close(self) -> None:
         """Write the rest and give the shards their names."""
         if self._pending:
             self._flush()
         count = len(self._shards)
-        if count == 1:
-            self._name(0, _SINGLE)
-            return
         weight_map: dict[str, str] = {}
         for number, names in enumerate(self._shards):
-            file = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-            self._name(number, file)
+            file = _SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+            path = self.folder / _PARTIAL.format(number)
+            path.chmod(0o644)  # safetensors writes for the owner alone
+            path.rename(self.folder / file)
             weight_map |= dict.fromkeys(names, file)
+        if count == 1:
+            return
         index = {"metadata": {"total_size": self.bytes}, "weight_map": weight_map}
         (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
@@ -334,10 +327,8 @@ def appearing(output: Path, needed_bytes: int = 0) -> Iterator[Path]:
         yield partial
         partial.chmod(0o755)  # mkdtemp's is the owner's alone
         os.replace(partial, output)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise _unwritable(output, error) from error
-    except SafetensorError as error:
-        raise _unwritable(output, OSError(str(error))) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -428,10 +419,11 @@ def _multiply_out(file: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _unwritable(output: Path, error: OSError) -> ConfigError:
+def _unwritable(output: Path, error: Exception) -> ConfigError:
+    where, why = (getattr(error, name, None) for name in ("filename", "strerror"))
     return ConfigError(
         f"The output {output} cannot be written.",
-        given=f"{error.filename or output.parent}: {error.strerror or error}",
+        given=f"{where or output.parent}: {why or error}",
         remedy="Name a folder that can be written, on a disk with room.",
     )
 

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterable, Iterator
-from functools import cache
 from typing import Any
 
 from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
@@ -14,6 +13,8 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key, r
 
 _BASE, _TRAINED_COPIES = "base_layer", "modules_to_save"
 _TRAINED_ROWS = "token_adapter"
+_PREFIXES = tuple(set(PEFT_TYPE_TO_PREFIX_MAPPING.values()))
+"""How PEFT begins the names of its own modules, one for each kind of adapter."""
 
 
 def checkpoint_name(name: str) -> str:
@@ -29,19 +30,13 @@ def checkpoint_name(name: str) -> str:
     return ".".join(part for part in parts if part not in (_BASE, _TRAINED_ROWS))
 
 
-@cache
-def _prefixes() -> tuple[str, ...]:
-    """How PEFT begins the names of its own modules, one for each kind of adapter."""
-    return tuple(set(PEFT_TYPE_TO_PREFIX_MAPPING.values()))
-
-
 def is_adapter(name: str) -> bool:
     """Return whether a module or parameter of that name is a part of an adapter beside the model's own layers.
 
     >>> is_adapter("layers.0.q_proj.lora_A.default.weight"), is_adapter("layers.0.q_proj.base_layer.weight")
     (True, False)
     """
-    return any(part.startswith(_prefixes()) for part in name.split("."))
+    return any(part.startswith(_PREFIXES) for part in name.split("."))
 
 
 def is_saved_with_adapter(name: str) -> bool:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from lit_qrl.network.experts import expert_stacks, expert_weights
 from lit_qrl.network.linears import quantizable_linears
+from lit_qrl.network.modes import evaluating
 from lit_qrl.network.names import base_of, checkpoint_modules
 from lit_qrl.network.quantized_linear import QuantizedLinear
 
@@ -49,13 +50,11 @@ def norms_before_projections(network: Any) -> dict[str, list[str]]:
             handles.append(module.register_forward_pre_hook(partial(look, name), with_kwargs=True))
         elif isinstance(weight, nn.Parameter) and weight.ndim == 1 and not list(module.children()):
             handles.append(module.register_forward_hook(partial(note, name)))
-    training = network.training
-    network.eval()
     try:
         ids = torch.arange(TOKENS, device=network.get_input_embeddings().weight.device)[None]
-        network(input_ids=ids % network.config.get_text_config().vocab_size, use_cache=False)
+        with evaluating(network):
+            network(input_ids=ids % network.config.get_text_config().vocab_size, use_cache=False)
     finally:
         for handle in handles:
             handle.remove()
-        network.train(training)
     return readers

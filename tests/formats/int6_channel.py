@@ -7,7 +7,7 @@ import torch
 
 from lit_qrl.formats import FormatSupport, NumberFormat, QuantizedWeight
 from lit_qrl.formats.base import compressed_tensors_config
-from lit_qrl.formats.numerics import check_divisible, require_finite, scale_from_amax
+from lit_qrl.formats.numerics import require_finite, scale_from_amax
 
 ROW = FormatSupport()
 """Its row of the table: vLLM and the learner's kernels know nothing of it."""
@@ -18,13 +18,11 @@ class Int6Channel(NumberFormat):
     """Signed 6-bit weights with a scale amax/31.5 per output channel; four codes are three bytes."""
 
     name: ClassVar[str] = "int6_channel"
+    inputs_together: ClassVar[int] = 4
 
     @property
     def bits_per_weight(self):
         return 6.0
-
-    def check(self, name, shape):
-        check_divisible(self.name, name, shape, 4, "Exclude the layer.")
 
     @torch.no_grad()
     def quantize(self, weight, shared_amax=None):

@@ -66,7 +66,7 @@ def test_the_sum_over_experts_is_that_of_the_models_own_code(kind):
     chosen[:, 1] = (chosen[:, 0] + 1) % 3
     weights = torch.rand(12, 2, generator=generator)
     given = (hidden,) if kind == "llama4_text" else (hidden, chosen, weights)
-    slices = {matrix: stack.split(matrix, module.get_parameter(matrix)) for matrix in stack.parts}
+    slices = {matrix: [stack.parts_of(matrix, one) for one in module.get_parameter(matrix)] for matrix in stack.parts}
 
     def multiply(expert, matrix, rows):
         return [rows @ weight.T for weight in slices[matrix][expert]]

@@ -238,12 +238,12 @@ class LowBitExperts(nn.Module):
         alike = next(iter(self.weights.values()))
         if chosen is not None and weights is not None and len(x) and alike.groups and can_group(stack, x):
             return grouped_output(stack, self, self._multiply_all, x, chosen, weights).to(hidden_states.dtype)
-        slices = {matrix: stack.split(matrix, self.get_parameter(matrix)) for matrix in stack.parts}
+        held = {matrix: self.get_parameter(matrix).unbind(0) for matrix in stack.parts}
 
         def multiply(expert: int, matrix: str, rows: Tensor) -> list[Tensor]:
             return [
                 self.weights[f"{stack.name}.{expert}.{leaf}"].compute(autocast_input(rows), weight, None)
-                for leaf, weight in zip(stack.parts[matrix], slices[matrix][expert], strict=True)
+                for leaf, weight in zip(stack.parts[matrix], stack.parts_of(matrix, held[matrix][expert]), strict=True)
             ]
 
         return experts_output(stack, self, multiply, hidden_states, chosen, weights)

@@ -18,7 +18,7 @@ from torch import Tensor
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats import FP8Row, Int4Group, NumberFormat
 from lit_qrl.formats.base import QuantizedWeight
-from lit_qrl.formats.kernels import dispatch
+from lit_qrl.formats.kernels import dispatch, gemm
 from lit_qrl.formats.scaled import Scaled
 
 log = logging.getLogger(__name__)
@@ -63,8 +63,8 @@ class CutlassW4A8(SamplerKernel):
     def missing(self, format: NumberFormat, shape: tuple[int, int], dtype: torch.dtype) -> str | None:
         if not isinstance(format, Int4Group) or format.activations != "fp8":
             return "this kernel multiplies int4_group weights under FP8 activations"
-        if _capability() != _HOPPER:
-            return f"CUTLASS' W4A8 needs compute capability 9.0, this device has {_capability()}"
+        if gemm.capability(None) != _HOPPER:
+            return f"CUTLASS' W4A8 needs compute capability 9.0, this device has {gemm.capability(None)}"
         if format.group_size != _W4A8_GROUP:
             return f"CUTLASS' W4A8 takes groups of {_W4A8_GROUP}, not {format.group_size}"
         if dtype != torch.bfloat16:
@@ -107,8 +107,8 @@ class CutlassFP8Row(SamplerKernel):
     def missing(self, format: NumberFormat, shape: tuple[int, int], dtype: torch.dtype) -> str | None:
         if not isinstance(format, FP8Row):
             return "this kernel multiplies fp8_row weights"
-        if _capability() != _HOPPER:
-            return f"CUTLASS' FP8 needs compute capability 9.0 here, this device has {_capability()}"
+        if gemm.capability(None) != _HOPPER:
+            return f"CUTLASS' FP8 needs compute capability 9.0 here, this device has {gemm.capability(None)}"
         if dtype not in _HALF:
             return f"CUTLASS' FP8 returns bf16 and fp16, not {dtype}"
         return _unaligned(shape, _FP8_BLOCK, "CUTLASS' FP8")
@@ -130,11 +130,6 @@ class CutlassFP8Row(SamplerKernel):
 
         # once for all layers that read the same tensor: q, k and v; gate and up
         return dispatch.made_once(x, self.vllm_name, False, make)[0]
-
-
-@lru_cache
-def _capability() -> tuple[int, int]:
-    return torch.cuda.get_device_capability()
 
 
 def _unaligned(shape: tuple[int, int], block: tuple[int, int], name: str) -> str | None:

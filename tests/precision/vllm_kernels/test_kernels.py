@@ -22,7 +22,7 @@ HALF = torch.bfloat16
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch):
-    monkeypatch.setattr(sampler_kernels, "_capability", lambda: (9, 0))
+    monkeypatch.setattr(sampler_kernels.gemm, "capability", lambda index: (9, 0))
 
 
 W4A8 = Int4Group(activations="fp8")
@@ -45,7 +45,7 @@ W4A8 = Int4Group(activations="fp8")
     ],
 )
 def test_a_kernel_says_what_it_cannot_multiply(kernel, format, shape, dtype, capability, reason, monkeypatch):
-    monkeypatch.setattr(sampler_kernels, "_capability", lambda: capability)
+    monkeypatch.setattr(sampler_kernels.gemm, "capability", lambda index: capability)
     said = kernel().missing(format, shape, dtype)
     assert said is None if reason is None else reason in said
 
