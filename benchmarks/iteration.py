@@ -688,9 +688,8 @@ def configuration(
             options["engine_args"]["max_num_batched_tokens"] = 4096
         engine = {"class_path": "VLLMEngine", "init_args": options}
     if case.get("apart"):
-        options = {"engine": engine, "transfer": args.transfer[0]}
-        if not args.tiny:
-            options["engine"]["init_args"]["gpu_memory_utilization"] = 0.8
+        options = {**engine.get("init_args", {}), "transfer": args.transfer[0]}
+        options |= {} if args.tiny else {"gpu_memory_utilization": 0.8}
         engine = {"class_path": "RemoteVLLMEngine", "init_args": options}
     if denoises(case):
         engine = {"class_path": "DiffusionEngine", "init_args": {"block": 8 if args.tiny else 32}}

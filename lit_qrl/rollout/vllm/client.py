@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -207,8 +208,9 @@ class RemoteVLLMEngine(RolloutEngine):
             return {}
         if address.name == "cpu":
             return {"CUDA_VISIBLE_DEVICES": ""}
-        seen = [address.name.removeprefix("cuda:"), *map(str, self.spec.learners.devices)]
-        return {"CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys(seen))}
+        here = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        numbers = [int(address.name.removeprefix("cuda:")), *self.spec.learners.devices]
+        return {"CUDA_VISIBLE_DEVICES": ",".join(here[n] if here else str(n) for n in dict.fromkeys(numbers))}
 
     def _beside(self) -> bool:
         """Return whether the servers are on the learner's own GPU."""

@@ -6,6 +6,7 @@ Every word is JSON. A server that ends, refuses a connection, or says nothing fo
 import http.client
 import json
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -51,7 +52,7 @@ AGAIN = 60.0
 BEAT = 2.0
 """Seconds between two questions whether a server that draws is alive."""
 PAUSE = 0.5
-LAST_LINES = 12
+ERROR = re.compile(r"\b\w*(?:Error|Exception): .+")
 LOG, SOCKET = "log", "socket"
 LONGEST_PATH = 80
 """Characters of a folder in which a socket can be: its path may have 107 in all."""
@@ -219,8 +220,8 @@ class Server:
             status = self._process.wait(2.0)
         status = 128 - status if status is not None and status > 128 else status  # as a shell tells of a signal
         assert self._folder is not None
-        lines = (self._folder / LOG).read_text(errors="replace").splitlines()
-        said = " | ".join(line.strip() for line in lines[-LAST_LINES:] if "Error" in line)[-400:]
+        errors = dict.fromkeys(ERROR.findall((self._folder / LOG).read_text(errors="replace")))
+        said = " | ".join(list(errors)[-2:])[:400]  # of an engine's process, then what the server made of it
         how = "does not answer" if status is None else f"ended with status {status}"
         return f"The vLLM server on {self.address.name} {how}: {why}{f' ({said})' if said else ''}"
 

@@ -253,6 +253,33 @@ def test_servers_beside_the_learner_are_all_on_its_gpu(monkeypatch):
         RemoteVLLMEngine(devices=[0, 0], transfer="nccl").validate(SamplerSpec(learners=alone))
 
 
+def test_a_server_sees_its_gpu_by_the_name_that_this_process_was_given(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    engine = RemoteVLLMEngine()
+    engine.spec = SamplerSpec(learners=Learners(devices=(0,)))
+    (address,) = addresses("auto", None, None, engine.spec.learners)
+    for here, seen in ((None, "1,0"), ("2,3", "3,2"), ("GPU-a,GPU-b", "GPU-b,GPU-a")):
+        if here is None:
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        else:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", here)
+        assert engine._seen(address) == {"CUDA_VISIBLE_DEVICES": seen}
+
+
+def test_a_server_that_did_not_start_says_what_its_engine_said(tmp_path):
+    cause = "ValueError: Free memory on device cuda:0 (55.85/139.8 GiB) on startup is less than desired."
+    engine = f"(EngineCore pid=7) ERROR 11-27 [core.py:9] {cause}\n" * 2
+    frames = "  a frame\n" * 60
+    (tmp_path / "log").write_text(f"{engine}{frames}RuntimeError: Engine core initialization failed.\n")
+    dead = SimpleNamespace(
+        _process=SimpleNamespace(wait=lambda seconds: 1), _folder=tmp_path, address=Address("cuda:1")
+    )
+    said = Server._ended(dead, "it did not come up")
+    assert "ended with status 1: it did not come up" in said
+    assert said.endswith(f"({cause} | RuntimeError: Engine core initialization failed.)")
+
+
 @pytest.fixture
 def served(monkeypatch):
     """An engine over processes that speak as vLLM's server does, and what they are asked: paths, newest last."""
