@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.loop.contracts import Learner
-from lit_qrl.network.adapters import lost_in_merge, merged_tensors
+from lit_qrl.network.adapters import merged_tensors
 from lit_qrl.network.autocast import autocast_input
 from lit_qrl.network.experts import ExpertStack, expert_stacks, experts_output
 from lit_qrl.network.linears import fused_groups, quantizable_linears
@@ -172,10 +172,6 @@ class ScoreCheck:
         learner.iteration.metrics.update(
             {"publish/probe_mean": result.mean, "publish/probe_max": result.max, "publish/probe_bound": result.bound}
         )
-        if merged and learner.policy.lora is not None:
-            plain = source.plain_dtype(engine.plain_dtype) or next(network.parameters()).dtype
-            lost = lost_in_merge(network, lambda weight: weight.to(plain))
-            learner.iteration.metrics.update({"publish/merge_lost": lost})
         if not result.passed:
             raise PublishError([Fault("probe", "the sampler", _measured(result))], version)
 

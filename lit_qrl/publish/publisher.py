@@ -23,6 +23,7 @@ from lit_qrl.formats.base import NumberFormat
 from lit_qrl.formats.dense import Dense
 from lit_qrl.loop.contracts import Learner
 from lit_qrl.loop.hooks import overrides, rl_callbacks
+from lit_qrl.network.adapters import lost_in_merge
 from lit_qrl.network.shards import is_sharded
 from lit_qrl.precision.source import Change, PublishingPrecision, unchanged
 from lit_qrl.publish.delivery import AdapterBeside, Delivery, Stages
@@ -242,7 +243,8 @@ class Publisher:
         learner, trainer = self.learner, self.learner.trainer
         perturbing = [callback for callback in rl_callbacks(trainer) if overrides(callback, "on_publish")]
         # A learner in parts scores through the strategy's hooks alone, not layer by layer in a format.
-        compared = self.scores.due(self._published, self._rebuilt) and not is_sharded(learner.policy.network)
+        network, merged = learner.policy.network, self.spec.adapter is None
+        compared = self.scores.due(self._published, self._rebuilt) and not is_sharded(network)
         # Each attempt starts the callbacks anew: what a repeated one draws is what the first drew.
         for callback in rl_callbacks(trainer):
             callback.on_rollout_start(trainer, learner, self.version)
@@ -256,10 +258,15 @@ class Publisher:
                 altered[name] = tensor if tensor.ndim == 1 else tensor.new_empty(0)
             return tensor
 
-        report = self._sampler(connection, change)
+        report, source = self._sampler(connection, change), connection.source
         if compared:
-            merged = self.spec.adapter is None
-            self.scores.check(learner, self.engine, connection.source, merged, altered, self.version)
+            self.scores.check(learner, self.engine, source, merged, altered, self.version)
+        # and once there is an update: an adapter begins at zero and has nothing to lose
+        asked = compared or (self._published == 1 and not is_sharded(network))
+        if asked and merged and learner.policy.lora is not None:
+            plain = source.plain_dtype(self.engine.plain_dtype) or next(network.parameters()).dtype
+            lost = lost_in_merge(network, lambda weight: weight.to(plain))
+            learner.iteration.metrics.update({"publish/merge_lost": lost})
         return report
 
     def _evaluation(self, connection: AdapterBeside) -> PublishReport:

@@ -272,6 +272,12 @@ def test_an_adapter_over_a_plain_base(tmp_path, monkeypatch, lora):
     expected = ["load_weights"] * 3 if lora == "merged" else ["load_weights"] + ["load_adapter"] * 3
     assert calls.kinds == expected
     assert max(watch.mismatch) < 1e-4
+    if lora == "merged":  # without probes it is told once, of the first update
+        lost.clear()
+        options["publisher"] = {"lora": lora, "probe_every": 0}
+        fit(tmp_path / "again", callbacks=[Lost()], format="auto", trainer={"max_epochs": 3}, **options)
+        assert [one is None for one in lost] == [True, False, True]
+        assert 0 < float(lost[1]) < 1e-3
 
 
 def test_the_base_goes_out_again_when_it_changed_or_an_evaluation_displaced_it(tmp_path, monkeypatch):
