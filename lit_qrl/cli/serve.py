@@ -64,7 +64,7 @@ def serve(
     from lit_qrl import formats
     from lit_qrl.network.structure import outline
     from lit_qrl.rollout.engine import SamplerSpec
-    from lit_qrl.rollout.vllm.addresses import read_key
+    from lit_qrl.rollout.vllm.addresses import read_key, visible
     from lit_qrl.rollout.vllm.arguments import flags, llm_arguments
     from lit_qrl.rollout.vllm.engine import DTYPES, VLLMEngine
     from lit_qrl.rollout.vllm.folder import keep, model_folder
@@ -93,7 +93,7 @@ def serve(
     engine.describe(spec, network)
     tls = {"--ssl-certfile": certificate, "--ssl-keyfile": certificate_key}
     environment = environment_of(deep_gemm=False, kv_cache_gib=None) | NEEDED
-    environment["CUDA_VISIBLE_DEVICES"] = device.partition(":")[2]
+    environment["CUDA_VISIBLE_DEVICES"] = "" if device == "cpu" else visible(int(device.partition(":")[2]))
     line = [
         *command(),
         str(folder),

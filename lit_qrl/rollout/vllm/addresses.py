@@ -1,6 +1,7 @@
 """Where a run has vLLM's servers: on devices of its own host, or elsewhere with a key; and which prompts each draws."""
 
 import logging
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,6 +33,18 @@ class Address:
     def started(self) -> bool:
         """True where the run starts the server."""
         return "://" not in self.name
+
+
+def visible(*devices: int) -> str:
+    """Return what CUDA_VISIBLE_DEVICES is for a process that sees these devices of this one, in this order.
+
+    >>> import unittest.mock
+    >>> with unittest.mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES="2,3"):
+    ...     visible(1, 0)
+    '3,2'
+    """
+    here = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return ",".join(here[n] if here else str(n) for n in dict.fromkeys(devices))
 
 
 def spread(tokens: Sequence[int], servers: int) -> list[list[int]]:

@@ -4,7 +4,6 @@ import base64
 import hashlib
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -34,7 +33,7 @@ from lit_qrl.rollout.engine import (
     Turn,
 )
 from lit_qrl.rollout.vllm import folder, requests, same_kernels
-from lit_qrl.rollout.vllm.addresses import Address, addresses, spread
+from lit_qrl.rollout.vllm.addresses import Address, addresses, spread, visible
 from lit_qrl.rollout.vllm.arguments import flags, llm_arguments
 from lit_qrl.rollout.vllm.engine import VLLMEngine
 from lit_qrl.rollout.vllm.errors import SHAPES
@@ -208,9 +207,8 @@ class RemoteVLLMEngine(RolloutEngine):
             return {}
         if address.name == "cpu":
             return {"CUDA_VISIBLE_DEVICES": ""}
-        here = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-        numbers = [int(address.name.removeprefix("cuda:")), *self.spec.learners.devices]
-        return {"CUDA_VISIBLE_DEVICES": ",".join(here[n] if here else str(n) for n in dict.fromkeys(numbers))}
+        own = int(address.name.removeprefix("cuda:"))
+        return {"CUDA_VISIBLE_DEVICES": visible(own, *self.spec.learners.devices)}
 
     def _beside(self) -> bool:
         """Return whether the servers are on the learner's own GPU."""

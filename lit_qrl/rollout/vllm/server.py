@@ -53,6 +53,7 @@ BEAT = 2.0
 """Seconds between two questions whether a server that draws is alive."""
 PAUSE = 0.5
 ERROR = re.compile(r"\b\w*(?:Error|Exception): .+")
+"""What a server's log says of its end."""
 LOG, SOCKET = "log", "socket"
 LONGEST_PATH = 80
 """Characters of a folder in which a socket can be: its path may have 107 in all."""
