@@ -184,8 +184,11 @@ def _histograms(run: Run, out: Path) -> page.Section | None:
         return None
     iteration = run.histograms.get("iteration")
     caption = f"The tokens of iteration {iteration}." if iteration is not None else ""
-    description = "Histograms: " + ", ".join(str(one.get("title", "")) for one in histograms)
-    light, dark = draw_histograms(histograms)
+    try:
+        description = "Histograms: " + ", ".join(str(one.get("title", "")) for one in histograms)
+        light, dark = draw_histograms(histograms)
+    except (AttributeError, KeyError, TypeError, ValueError):  # not as a run writes them
+        return None
     return _picture(out, "histograms", "Histograms", caption, description, light, dark)
 
 

@@ -38,7 +38,18 @@ def test_counts_of_zero_everywhere():
     assert draw_histograms(empty)[0][1:4] == b"PNG"
 
 
-@pytest.mark.parametrize("content", [{}, []])
+BROKEN = (
+    {"x": None},
+    {"x": {"edges": [0]}},
+    {"counts": {"A": [1, 2, 3]}},
+    {"counts": None},
+    {"counts": {"A": ["b", 2]}},
+)
+
+
+@pytest.mark.parametrize(
+    "content", [{}, [], {"histograms": 3}, *({"histograms": [FLAT | one]} for one in BROKEN), {"histograms": ["text"]}]
+)
 def test_no_histograms(tmp_path, content):
     run_with(tmp_path, content)
     assert "Histograms" not in render(tmp_path).read_text()
