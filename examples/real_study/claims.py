@@ -1,7 +1,7 @@
 """What the runs say of the claims in README.md: seed by seed, with an interval, and Holm's rule within each letter.
 
     python examples/real_study/claims.py docs/figures/evidence/real/curves.csv
-    python examples/real_study/claims.py runs/study curves.csv --distilled runs/distilled --curves all.csv
+    python examples/real_study/claims.py runs/real_study curves.csv --distilled runs/distilled --curves all.csv
 
 Prints a table. Each path is a folder of runs or the rows that `--curves` wrote of one; the first that has an arm and a
 seed counts. A claim that no two seeds have the runs for is "not run". `--curves` writes every row of the runs that have
