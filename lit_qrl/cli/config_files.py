@@ -148,7 +148,7 @@ def located(error: ConfigError, args: Sequence[str]) -> ConfigError:
 
     found = _KEY.match(str(error))
     key = ".".join(filter(None, found.groups())) if found else ""
-    if not key or any(arg.startswith(f"--{key}") for arg in args):
+    if not key or any(re.sub(r"\.(init_args|dict_kwargs)\b", "", arg).startswith(f"--{key}") for arg in args):
         return error
     for file in reversed([*config_files(expanded(args))]):
         if not _NO_FILE.search(file):

@@ -85,8 +85,10 @@ def readable(
     told = r"the value |there is no |the file |required, but not given"
     inner = re.search(rf"^[\s-]*((?:[\w., ]+: )?(?:{told}).*)$", message, re.MULTILINE)
     if key and inner:
-        deeper = re.match(r"[\w., ]+: ", inner[1])
-        return f"{key[1]}{'.' if deeper else ': '}{inner[1]}"
+        deeper, other = re.match(r"[\w., ]+: ", inner[1]), f"Here it is {key[1]}."
+        told, is_other, _ = inner[1].partition(other)  # which is of another class of that key
+        text = f"{told}The class that is chosen has none: leave it out, or choose another." if is_other else inner[1]
+        return f"{key[1]}{'.' if deeper else ': '}{text}"
 
     refused = r"Option '([^']+)' is not accepted|Key '([^']+)' is not expected|does not accept option '([^']+)'"
     if found := re.search(refused, message):

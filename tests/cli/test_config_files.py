@@ -160,3 +160,5 @@ def test_an_error_of_a_key_says_file_and_line(tmp_path):
         assert str(located(ConfigError(text), args)) == text
     overridden = [*args, "--data.group_size", "x"]
     assert str(located(ConfigError("data.group_size: wrong."), overridden)) == "data.group_size: wrong."
+    nested = "trainer.callbacks: there is no option 'delta'."
+    assert str(located(ConfigError(nested), [*args, "--trainer.callbacks.init_args.delta", "3"])) == nested

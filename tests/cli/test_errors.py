@@ -84,6 +84,12 @@ CASES = {
         'Parser key "trainer.callbacks":\n  power: the value has the wrong type. Expected: float.',
         "trainer.callbacks.power: the value has the wrong type. Expected: float.",
     ),
+    "option of another class": (
+        "Parser key \"data.engine\":\n  there is no option 'gpu_memory_utilization'. "
+        "Here it is data.engine.init_args.gpu_memory_utilization.",
+        "data.engine: there is no option 'gpu_memory_utilization'. The class that is chosen has none: leave it out, or "
+        "choose another.",
+    ),
     "number that a class may stand for": (
         "Parser key \"lr\":\n  - Subtypes: [<class 'float'>, <class 'torch.Tensor'>]\n  Errors:\n"
         "    - Expected a <class 'float'>\n    - Expected a dot import path string: abc\n  Given value: abc",
