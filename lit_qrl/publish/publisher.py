@@ -263,7 +263,7 @@ class Publisher:
             self.scores.check(learner, self.engine, source, merged, altered, self.version)
         # and once there is an update: an adapter begins at zero and has nothing to lose
         asked = compared or (self._published == 1 and not is_sharded(network))
-        if asked and merged and learner.policy.lora is not None:
+        if asked and merged and learner.policy.lora is not None and not source.packed:
             plain = source.plain_dtype(self.engine.plain_dtype) or next(network.parameters()).dtype
             lost = lost_in_merge(network, lambda weight: weight.to(plain))
             learner.iteration.metrics.update({"publish/merge_lost": lost})
