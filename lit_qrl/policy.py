@@ -255,7 +255,7 @@ class CausalPolicy(Described, nn.Module):
             return
         on_cpu = torch.get_default_device().type == "cpu"
         torch.backends.cuda.enable_cudnn_sdp(False)  # it plans for every shape anew, and each batch has its own
-        dtype = DTYPES.get(self.dtype, torch.float32 if on_cpu else "auto")
+        dtype: Any = DTYPES.get(self.dtype, torch.float32 if on_cpu else "auto")
         options: dict[str, Any] = {"trust_remote_code": self._hub["trust_remote_code"], **multiplied_out(self.config)}
         if self.attn_implementation is not None:
             options["attn_implementation"] = self.attn_implementation

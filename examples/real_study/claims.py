@@ -57,7 +57,7 @@ def of_folder(folder: Path) -> Known:
         run = Run(metrics.parent)
         after = sorted(run.folder.glob("validate/*/metrics.csv"))[-1:]
         if run.status == "finished":
-            learner = kept(Run(after[0].parent).rows[0]) if after else {}
+            learner = kept(next(iter(Run(after[0].parent).rows), {})) if after else {}
             found[run.folder.parent.name, int(run.folder.name)] = Curves([kept(row) for row in run.rows], learner)
     return found
 
@@ -114,7 +114,7 @@ def entropy(run: Curves) -> float | None:
 def log_gap(run: Curves) -> float | None:
     """Return the log of the mean |log-ratio| over all iterations."""
     values = run.of("mismatch/abs_log_ratio")
-    return math.log(fmean(values)) if values else None
+    return math.log(fmean(values)) if any(values) else None
 
 
 def drift(run: Curves) -> float | None:

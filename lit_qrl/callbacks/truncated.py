@@ -50,6 +50,9 @@ class _Weights(RLCallback):
     def __init__(self, level: Level, lower: float | None, upper: float | Literal["auto"] | None) -> None:
         name = type(self).__name__
         check_choice(f"level of {name}", level, "token", "sequence", "geometric")
+        if isinstance(upper, str) and (upper != "auto" or self.kind == "masked"):
+            number = "a number or auto" if self.kind == "truncated" else "a number"
+            raise ConfigError(f"upper of {name} is unknown.", expected=number, given=upper, remedy="Correct it.")
         upper = DEFAULT_UPPER[level] if upper is None else upper
         check_band(lower, math.inf if upper == "auto" else upper, what=f"The band of {name}")
         self.level: Level = level
@@ -103,10 +106,6 @@ class TruncatedIS(_Weights):
                 expected="level: sequence with upper: auto",
                 given=f"level: {level}",
                 remedy="Set level to sequence, or give a number.",
-            )
-        if isinstance(upper, str) and upper != "auto":
-            raise ConfigError(
-                "upper of TruncatedIS is unknown.", expected="a number or auto", given=upper, remedy="Correct it."
             )
         super().__init__(level, lower, upper)
 

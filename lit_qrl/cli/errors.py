@@ -85,8 +85,9 @@ def readable(
     told = r"the value |there is no |the file |required, but not given"
     inner = re.search(rf"^[\s-]*((?:[\w., ]+: )?(?:{told}).*)$", message, re.MULTILINE)
     if key and inner:
-        deeper, other = re.match(r"[\w., ]+: ", inner[1]), f"Here it is {key[1]}."
-        told, is_other, _ = inner[1].partition(other)  # which is of another class of that key
+        deeper, name = re.match(r"[\w., ]+: ", inner[1]), re.search(r"no option '([^']+)'", inner[1])
+        other = f"Here it is {key[1]}.init_args.{name[1] if name else ''}."  # what was given, of another class there
+        told, is_other, _ = inner[1].partition(other)
         text = f"{told}The class that is chosen has none: leave it out, or choose another." if is_other else inner[1]
         return f"{key[1]}{'.' if deeper else ': '}{text}"
 

@@ -274,7 +274,7 @@ class FolderWriter:
         for number, names in enumerate(self._shards):
             file = _SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
             path = self.folder / _PARTIAL.format(number)
-            path.chmod(0o644)  # safetensors writes for the owner alone
+            path.chmod(0o666 & ~_umask())  # safetensors writes for the owner alone
             path.rename(self.folder / file)
             weight_map |= dict.fromkeys(names, file)
         if count == 1:
@@ -325,12 +325,19 @@ def appearing(output: Path, needed_bytes: int = 0) -> Iterator[Path]:
         raise _unwritable(output, error) from error
     try:
         yield partial
-        partial.chmod(0o755)  # mkdtemp's is the owner's alone
+        partial.chmod(0o777 & ~_umask())  # mkdtemp's is the owner's alone
         os.replace(partial, output)
     except (OSError, SafetensorError) as error:
         raise _unwritable(output, error) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _umask() -> int:
+    """Return what the user takes away from new files; it can only be read by setting it."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
 
 
 def gguf_folder(file: Path) -> Path:
@@ -351,6 +358,8 @@ def gguf_folder(file: Path) -> Path:
     about = file.stat()
     key = blake2b(f"{file.resolve()} {about.st_size} {about.st_mtime_ns}".encode(), digest_size=6).hexdigest()
     folder = Path(constants.HF_HOME, "lit_qrl", f"{file.stem}-{key}")
+    if folder.is_dir():  # maybe where nothing can be written
+        return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):  # of several processes one makes it
         if not folder.is_dir():

@@ -10,10 +10,11 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Literal
 
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
@@ -265,8 +266,9 @@ class Publisher:
         asked = compared or (self._published == 1 and not is_sharded(network))
         if asked and merged and learner.policy.lora is not None and not source.packed:
             plain = source.plain_dtype(self.engine.plain_dtype) or next(network.parameters()).dtype
-            lost = lost_in_merge(network, lambda weight: weight.to(plain))
-            learner.iteration.metrics.update({"publish/merge_lost": lost})
+            with suppress(torch.OutOfMemoryError):  # a number on the page ends no run
+                lost = lost_in_merge(network, lambda weight: weight.to(plain))
+                learner.iteration.metrics.update({"publish/merge_lost": lost})
         return report
 
     def _evaluation(self, connection: AdapterBeside) -> PublishReport:

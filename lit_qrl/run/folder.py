@@ -1,6 +1,7 @@
 """Where one run writes: `runs/<name>/<n>` for a training, and a folder of its command for what does not train."""
 
 import difflib
+import errno
 import json
 import os
 import shutil
@@ -208,7 +209,7 @@ def check_place(run_folder: Path) -> None:
             with tempfile.TemporaryFile(dir=place):
                 return
         except OSError as error:  # what is not there yet is made in the folder above
-            if not isinstance(error, FileNotFoundError) or place.is_symlink():
+            if not isinstance(error, FileNotFoundError) or place.is_symlink() or place.is_dir():
                 raise _unwritable(run_folder, error) from error
 
 
@@ -253,6 +254,8 @@ def _folders(folder: Path) -> list[Path]:
 
 LOCK_FILE, HOLDER_FILE = ".lock", ".lock.json"
 """The lock, which the system frees with the process that holds it, and who that is."""
+WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
+"""What a file system without locks answers."""
 
 
 class RunLock:
@@ -283,7 +286,9 @@ class RunLock:
                 given=_holder(folder),
                 remedy="Wait for it, stop it, or set trainer.default_root_dir to another folder.",
             ) from error
-        except NotImplementedError:  # a file system without locks
+        except (NotImplementedError, OSError) as error:
+            if isinstance(error, OSError) and error.errno not in WITHOUT_LOCKS:
+                raise _unwritable(folder, error) from error
             return
         me = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
         with named(folder / HOLDER_FILE):

@@ -341,6 +341,17 @@ class Peers(Callback):
         """Tell the others of a signal that this process got; a handler may call this."""
         self._watch.tell(SIGNALLED + number)
 
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Raise `ConfigError` where the others go on from another checkpoint: each takes the one that it sees."""
+        steps = gather_objects(trainer.global_step)
+        if len(set(steps)) > 1:
+            raise ConfigError(
+                "The processes of the run go on from different checkpoints.",
+                expected="one run folder that all of them see",
+                given=listed([f"step {step} on rank {rank}" for rank, step in enumerate(steps)], 3),
+                remedy="Put trainer.default_root_dir on a disk that all machines share.",
+            )
+
     def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Part from the others."""
         self._watch.stop()

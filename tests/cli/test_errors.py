@@ -84,6 +84,11 @@ CASES = {
         'Parser key "trainer.callbacks":\n  power: the value has the wrong type. Expected: float.',
         "trainer.callbacks.power: the value has the wrong type. Expected: float.",
     ),
+    "option of TRL's in a class": (
+        "Parser key \"model.objective\":\n  there is no option 'beta'. "
+        "Here it is model.objective.init_args.kl_coefficient.",
+        "model.objective: there is no option 'beta'. Here it is model.objective.init_args.kl_coefficient.",
+    ),
     "option of another class": (
         "Parser key \"data.engine\":\n  there is no option 'gpu_memory_utilization'. "
         "Here it is data.engine.init_args.gpu_memory_utilization.",

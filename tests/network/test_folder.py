@@ -81,6 +81,20 @@ def stopped(output, error):
         raise error
 
 
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_who_may_read_a_folder_is_the_user_s_to_say(tmp_path, mask):
+    before = os.umask(mask)
+    try:
+        with appearing(tmp_path / "out") as partial:
+            writer = FolderWriter(partial, 1 << 20)
+            writer.add("a", torch.ones(2))
+            writer.close()
+    finally:
+        os.umask(before)
+    (written,) = (tmp_path / "out").iterdir()
+    assert [(tmp_path / "out").stat().st_mode & 0o777, written.stat().st_mode & 0o777] == [0o777 & ~mask, 0o666 & ~mask]
+
+
 def test_an_output_appears_whole_or_not_at_all(tmp_path):
     with appearing(tmp_path / "a" / "out") as partial:
         (partial / "x").write_text("1")

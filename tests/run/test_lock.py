@@ -1,3 +1,4 @@
+import errno
 import os
 import signal
 import socket
@@ -46,3 +47,19 @@ def test_a_folder_that_was_let_go_is_free(tmp_path):
     first.release()
     second.take(tmp_path / "new")
     second.release()
+
+
+def test_a_file_system_without_locks_is_gone_on_with_and_one_that_fails_is_named(tmp_path, monkeypatch):
+    def acquire(number):
+        def refuse(lock):
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr("lit_qrl.run.folder.FileLock.acquire", refuse)
+
+    acquire(errno.ENOLCK)
+    lock = RunLock()
+    lock.take(tmp_path)
+    lock.release()
+    acquire(errno.EIO)
+    with pytest.raises(ConfigError, match=r"cannot be written.*Input/output error"):
+        RunLock().take(tmp_path)

@@ -29,6 +29,14 @@ def at_once(*calls):
         thread.join(60)
 
 
+def test_processes_that_go_on_from_different_checkpoints_are_named(monkeypatch):
+    trainer = SimpleNamespace(global_step=8)
+    Peers().on_train_start(trainer, None)
+    monkeypatch.setattr(peers, "gather_objects", lambda own: [own, 0])
+    with pytest.raises(ConfigError, match=r"go on from different checkpoints.*step 8 on rank 0, step 0 on rank 1"):
+        Peers().on_train_start(trainer, None)
+
+
 # -------------------------------------------------------------------------------------------------------- the meeting
 
 

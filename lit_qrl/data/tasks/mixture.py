@@ -69,7 +69,7 @@ class Mixture(ListedTask):
         return [reward for task in self.tasks.values() for reward in task.rewards]
 
     def setup(self) -> None:
-        if self._evaluation:
+        if self._train or self._evaluation:
             return
         for task in self.tasks.values():
             task.setup()

@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,18 @@ def visible(*devices: int) -> str:
     """
     here = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     return ",".join(here[n] if here else str(n) for n in dict.fromkeys(devices))
+
+
+def address_towards(host: str) -> str:
+    """Return the address of this host on the way to another, by which that one reaches it; nothing is sent.
+
+    >>> address_towards("127.0.0.1")
+    '127.0.0.1'
+    """
+    family, kind, *_, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as sock:
+        sock.connect(there)
+        return sock.getsockname()[0]
 
 
 def spread(tokens: Sequence[int], servers: int) -> list[list[int]]:

@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import math
+import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -13,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, TypeVar
+from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +35,7 @@ from lit_qrl.rollout.engine import (
     Turn,
 )
 from lit_qrl.rollout.vllm import folder, requests, same_kernels
-from lit_qrl.rollout.vllm.addresses import Address, addresses, spread, visible
+from lit_qrl.rollout.vllm.addresses import Address, address_towards, addresses, spread, visible
 from lit_qrl.rollout.vllm.arguments import flags, llm_arguments
 from lit_qrl.rollout.vllm.engine import VLLMEngine
 from lit_qrl.rollout.vllm.errors import SHAPES
@@ -49,6 +51,8 @@ TICK = 0.5
 """Seconds between two looks at how far the servers are."""
 AT_ONCE = 512
 """Requests that one server has under way, those that wait for a place in its batch among them."""
+FILES = 65536
+"""Open files that a run allows itself, as far as the system does."""
 SAYS_VERSIONS = (0, 32)
 """The version of vLLM from which a server says which weights drew which token."""
 
@@ -178,6 +182,10 @@ class RemoteVLLMEngine(RolloutEngine):
     def setup(self, spec: SamplerSpec, policy: EnginePolicy) -> None:
         """Start the servers that are not there, and connect them; the others keep what they hold."""
         self.spec, self.policy = replace(spec, on_hang=None), policy
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = FILES if hard == resource.RLIM_INFINITY else min(hard, FILES)
+        if 0 <= soft < most:  # each request that is under way is a socket, and 1,024 is the usual limit
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
         if not self.servers:
             self.validate(spec)
         self.engine.spec, self.engine.policy = self.spec, policy
@@ -202,13 +210,14 @@ class RemoteVLLMEngine(RolloutEngine):
             self._join()
 
     def _seen(self, address: Address) -> dict[str, str]:
-        """Return which GPUs a server that the run starts sees: its own, then the learner's, whose memory it opens."""
+        """Return which GPUs a server that the run starts sees: its own, then this process's, whose memory it opens."""
         if not address.started:
             return {}
         if address.name == "cpu":
             return {"CUDA_VISIBLE_DEVICES": ""}
         own = int(address.name.removeprefix("cuda:"))
-        return {"CUDA_VISIBLE_DEVICES": visible(own, *self.spec.learners.devices)}
+        learners = self.spec.learners
+        return {"CUDA_VISIBLE_DEVICES": visible(own, *learners.devices[learners.local[0] :][:1])}
 
     def _beside(self) -> bool:
         """Return whether the servers are on the learner's own GPU."""
@@ -247,7 +256,8 @@ class RemoteVLLMEngine(RolloutEngine):
 
         with socket.create_server(("", 0)) as free:
             port = free.getsockname()[1]
-        address, size = socket.gethostbyname(socket.gethostname()), 1 + len(self.servers)
+        there = next((urlsplit(one.address.name).hostname for one in self.servers if not one.address.started), None)
+        address, size = address_towards(there or "127.0.0.1"), 1 + len(self.servers)
         groups = [{"init_info": {"group": [address, port, 1 + i, size]}} for i in range(len(self.servers))]
         meet = partial(Broadcast, address, port, size, torch.device("cuda", torch.cuda.current_device()))
         return self._ask_all("/init_weight_transfer_engine", groups, meanwhile=meet)

@@ -124,10 +124,14 @@ def check_plugin(device: str) -> None:
         device: "cpu" or "cuda".
     """
     asked = os.environ.get("VLLM_PLUGINS")
-    installed = any(one.name == PLUGIN for one in entry_points(group="vllm.general_plugins"))
-    if installed and (asked is None or PLUGIN in asked.split(",")):
-        return
-    why = "VLLM_PLUGINS leaves it out" if installed else "not installed"
+    installed = next((one for one in entry_points(group="vllm.general_plugins") if one.name == PLUGIN), None)
+    why = "not installed" if installed is None else "VLLM_PLUGINS leaves it out"
+    if installed is not None and (asked is None or PLUGIN in asked.split(",")):
+        try:
+            installed.load()
+            return
+        except ImportError as error:  # which vLLM would log and go on without
+            why = f"one of another version of lit-qrl is installed: {error}"
     if device == "cpu":
         raise ConfigError(
             "vLLM's CPU build needs the plug-in: INT8, latent attention and adapters would be wrong silently.",

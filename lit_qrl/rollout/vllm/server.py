@@ -53,10 +53,11 @@ BEAT = 2.0
 """Seconds between two questions whether a server that draws is alive."""
 PAUSE = 0.5
 ERROR = re.compile(r"\b\w*(?:Error|Exception): .+")
-"""What a server's log says of its end."""
+LAST = 20_000
+"""What the end of a server's log says of its own: errors in so many characters."""
 LOG, SOCKET = "log", "socket"
-LONGEST_PATH = 80
-"""Characters of a folder in which a socket can be: its path may have 107 in all."""
+LONGEST_PATH = 70
+"""Bytes of a folder in which a socket can be, vLLM's own with a name of 36 among them: a path may have 107 in all."""
 
 
 class Server:
@@ -96,7 +97,7 @@ class Server:
         if not self.address.started or self._process is not None:
             return
         self._key, place = secrets.token_hex(32), tempfile.gettempdir()
-        place = place if len(place) < LONGEST_PATH else "/tmp"
+        place = place if len(os.fsencode(place)) <= LONGEST_PATH else "/tmp"
         self._folder = Path(tempfile.mkdtemp(prefix="lit-qrl-serve-", dir=place))  # of this user alone
         inherited = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
         with (self._folder / LOG).open("wb") as log:
@@ -105,7 +106,7 @@ class Server:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**inherited, **self.environment, **NEEDED, KEY: self._key},
+                env={**inherited, **self.environment, **NEEDED, KEY: self._key, "VLLM_RPC_BASE_PATH": place},
                 start_new_session=True,
             )
 
@@ -221,8 +222,11 @@ class Server:
             status = self._process.wait(2.0)
         status = 128 - status if status is not None and status > 128 else status  # as a shell tells of a signal
         assert self._folder is not None
-        errors = dict.fromkeys(ERROR.findall((self._folder / LOG).read_text(errors="replace")))
-        said = " | ".join(list(errors)[-2:])[:400]  # of an engine's process, then what the server made of it
+        log = ""
+        with suppress(OSError):
+            log = (self._folder / LOG).read_text(errors="replace")
+        errors = dict.fromkeys(reversed(ERROR.findall(log[-LAST:])))
+        said = " | ".join(reversed(list(errors)[:2]))[:400]  # of an engine's process, then what the server made of it
         how = "does not answer" if status is None else f"ended with status {status}"
         return f"The vLLM server on {self.address.name} {how}: {why}{f' ({said})' if said else ''}"
 
@@ -264,7 +268,7 @@ class Server:
             if self.address.started:  # no other user opens this socket, and no other server can have taken it
                 connection.sock = socket.socket(socket.AF_UNIX)
                 connection.sock.settimeout(CONNECT)
-                connection.sock.connect(f"{self._folder}/{SOCKET}")
+                self._connect(connection.sock)
             else:
                 connection.connect()
             connection.sock.settimeout(timeout)
@@ -279,6 +283,17 @@ class Server:
         if answer.status != 200:
             raise StatusError(path, answer.status, said.decode(errors="replace"))
         return json.loads(said) if said.strip() else {}
+
+    def _connect(self, sock: socket.socket) -> None:
+        """Connect to the run's own server; where many do so at once the system says to try again, and does not wait."""
+        deadline = time.monotonic() + CONNECT
+        while True:
+            try:
+                return sock.connect(f"{self._folder}/{SOCKET}")
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.01)
 
     def _connection(self) -> http.client.HTTPConnection:
         host, port = self._url.hostname or "localhost", self._url.port

@@ -41,10 +41,16 @@ def test_an_older_version_is_refused(install, version):
         (["other", "lit_qrl_fast"], "x,lit_qrl_fast", None),
         (["other"], None, "not installed"),
         (["lit_qrl_fast"], "", "VLLM_PLUGINS leaves it out"),
+        (["lit_qrl_fast", "old"], None, "one of another version of lit-qrl is installed: no Versions"),
     ],
 )
 def test_on_a_cpu_the_plug_in_is_asked_for_and_on_a_gpu_it_is_not(names, asked, missing, monkeypatch, caplog):
-    monkeypatch.setattr(installation, "entry_points", lambda group: [SimpleNamespace(name=name) for name in names])
+    def load():
+        if "old" in names:
+            raise ImportError("no Versions")
+
+    found = [SimpleNamespace(name=name, load=load) for name in names]
+    monkeypatch.setattr(installation, "entry_points", lambda group: found)
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     if asked is not None:
         monkeypatch.setenv("VLLM_PLUGINS", asked)

@@ -4,9 +4,11 @@ import ast
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -265,6 +267,28 @@ def test_a_server_sees_its_gpu_by_the_name_that_this_process_was_given(monkeypat
         else:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", here)
         assert engine._seen(address) == {"CUDA_VISIBLE_DEVICES": seen}
+    # of several learners each opens its servers its own GPU's memory
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    engine.spec = SamplerSpec(learners=Learners(devices=(0, 1), local=(1, 2), whole=(1, 2)))
+    assert engine._seen(Address("cuda:3")) == {"CUDA_VISIBLE_DEVICES": "3,1"}
+
+
+def test_a_burst_of_requests_waits_until_the_socket_takes_them(tmp_path):
+    made = Server(Address("cpu"), 5.0)
+    made._folder = tmp_path
+    with socket.socket(socket.AF_UNIX) as held:
+        held.bind(str(tmp_path / server.SOCKET))
+        held.listen(0)
+        callers = [socket.socket(socket.AF_UNIX) for _ in range(6)]
+        for caller in callers:
+            caller.settimeout(5)
+        taking = threading.Timer(0.3, lambda: [held.accept()[0].close() for _ in callers])
+        taking.start()
+        with ThreadPoolExecutor(len(callers)) as pool:
+            list(pool.map(made._connect, callers))
+        taking.join()
+        for caller in callers:
+            caller.close()
 
 
 def test_a_server_that_did_not_start_says_what_its_engine_said(tmp_path):
@@ -278,6 +302,8 @@ def test_a_server_that_did_not_start_says_what_its_engine_said(tmp_path):
     said = Server._ended(dead, "it did not come up")
     assert "ended with status 1: it did not come up" in said
     assert said.endswith(f"({cause} | RuntimeError: Engine core initialization failed.)")
+    (tmp_path / "log").write_text("ImportError: of a module that is not needed\n" + "a quiet line\n" * 5000)
+    assert Server._ended(dead, "Connection refused").endswith("Connection refused")
 
 
 @pytest.fixture
