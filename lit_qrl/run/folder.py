@@ -254,7 +254,7 @@ def _folders(folder: Path) -> list[Path]:
 
 LOCK_FILE, HOLDER_FILE = ".lock", ".lock.json"
 """The lock, which the system frees with the process that holds it, and who that is."""
-WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
+WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """What a file system without locks answers."""
 
 

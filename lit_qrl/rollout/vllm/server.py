@@ -53,8 +53,9 @@ BEAT = 2.0
 """Seconds between two questions whether a server that draws is alive."""
 PAUSE = 0.5
 ERROR = re.compile(r"\b\w*(?:Error|Exception): .+")
+"""An error in a server's log, from the name of its class on."""
 LAST = 20_000
-"""What the end of a server's log says of its own: errors in so many characters."""
+"""Characters at the end of that log among which a death is explained."""
 LOG, SOCKET = "log", "socket"
 LONGEST_PATH = 70
 """Bytes of a folder in which a socket can be, vLLM's own with a name of 36 among them: a path may have 107 in all."""
