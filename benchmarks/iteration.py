@@ -166,7 +166,7 @@ PLUGINS: dict[str, dict[str, Any]] = {
         for format in ("fp8_block", "int4_group")
     },
     **{
-        f"PackedLoRA-{format}": {"class_path": "PackedLoRA", "init_args": {"format": format, "autocast": "bf16"}}
+        f"PackedLoRA-{format}": {"class_path": "PackedLoRA", "init_args": {"format": format}}
         for format in ("fp8_row", "fp8_block", "int4_group")
     },
 }
@@ -693,10 +693,10 @@ def configuration(
         engine = {"class_path": "RemoteVLLMEngine", "init_args": options}
     if denoises(case):
         engine = {"class_path": "DiffusionEngine", "init_args": {"block": 8 if args.tiny else 32}}
-    plugins = [{"class_path": "NVFP4LoRA", "init_args": {"autocast": "bf16"}}] if case.get("format") else None
+    plugins = [{"class_path": "NVFP4LoRA"}] if case.get("format") else None
     if mixes(case):
         packed = case["arm"] if case["arm"] in PACKED else "nvfp4"
-        plugins = [{"class_path": "NVFP4LoRA", "init_args": {"format": packed, "autocast": "bf16"}}]
+        plugins = [{"class_path": "NVFP4LoRA", "init_args": {"format": packed}}]
     if case["arm"] in PLUGINS:
         plugins = [PLUGINS[case["arm"]]]
     learner = LEARNERS[case["learner"]]

@@ -11,7 +11,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lit_qrl.network.adapters import merged_tensors
 from lit_qrl.network.autocast import autocast_input
-from lit_qrl.network.invariant import engine_multiplies
 from lit_qrl.network.names import base_of, is_adapter
 from lit_qrl.precision.layers.packed_linear import PackedLinear
 
@@ -108,17 +107,15 @@ def _weight(base: Any, like: Tensor) -> Tensor:
 class LoRALinear(PEFTLinear):
     """PEFT's LoRA layer over a frozen base, plain or packed: `x Wᵀ + b + s (x Aᵀ) Bᵀ`.
 
-    Against PEFT's own forward pass: the input is not raised to the factors' fp32 and lowered again by autocast; both
-    factors are lowered once per optimizer step; the low-rank term, scaled and summed in fp32, is added to the base's
-    by the product that makes it, and likewise in the gradient of the input. So the low-rank term is rounded once
-    where PEFT rounds it three times (product, scale, sum); in fp32 both differ by the order of additions.
+    Against PEFT's own forward pass: an input of 16 bits is not raised to the factors' fp32; both factors are lowered to
+    its dtype, under autocast or not, once per optimizer step; the low-rank term, scaled and summed in fp32, is added to
+    the base's by the product that makes it, and likewise in the gradient of the input. So the low-rank term is rounded
+    once where PEFT rounds it three times (product, scale, sum); in fp32 both differ by the order of additions.
 
     Anything but one plain adapter without dropout (other variants, several adapters, a trained bias, merged or
     disabled adapters) goes PEFT's own way. Names and parameters are PEFT's.
     """
 
-    lowers: bool = False
-    """True where the model was made half precision around factors in fp32, which are lowered as autocast would."""
     merged_forward: bool = False
     """True where the sampler, to the last bit, multiplies by the rounded sum of base and adapter."""
     _low: tuple[Any, tuple[Tensor, Tensor]] | None = None
@@ -164,11 +161,11 @@ class LoRALinear(PEFTLinear):
         return name if type(base) is nn.Linear and not base.weight.requires_grad else None
 
     def _takes(self, part: Any, x: Tensor) -> bool:
-        """Autocast lowers a weight to the input's dtype; without it they must agree, or PEFT raises the input."""
+        """Factors are lowered to the input's dtype, a base under autocast alone; nothing is raised to it."""
         if isinstance(part, PackedLinear):
             return True
         weight = part if isinstance(part, Tensor) else part.weight
-        lowered = (self.lowers or engine_multiplies()) and isinstance(part, Tensor)
+        lowered = isinstance(part, Tensor) and x.element_size() < weight.element_size()
         return weight.dtype == x.dtype or lowered or torch.is_autocast_enabled(x.device.type)
 
     def _lowered(self, a: Tensor, b: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -198,12 +195,8 @@ def keep_factors(network: nn.Module, convert: Callable[[Tensor], Tensor]) -> Cal
 
     def converted(tensor: Tensor) -> Tensor:
         moved = convert(tensor)
-        if id(tensor) not in kept or moved.element_size() >= tensor.element_size():
-            return moved
-        for module in network.modules():
-            if isinstance(module, LoRALinear):
-                module.lowers = True
-        return tensor.to(moved.device)
+        lowered = id(tensor) in kept and moved.element_size() < tensor.element_size()
+        return tensor.to(moved.device) if lowered else moved
 
     return converted
 

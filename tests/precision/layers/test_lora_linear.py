@@ -167,8 +167,20 @@ def test_disabled_merged_and_doubled_adapters_go_pefts_way():
         model.base_model.set_adapter("default")
         model.merge_adapter()
     assert torch.equal(plain(x), swapped(x))
-    plain, swapped = blocks(packed=True, dtype=torch.bfloat16)  # of another dtype than the input, without autocast
-    assert torch.equal(plain(x.bfloat16()), swapped(x.bfloat16()))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_factors_in_fp32_are_lowered_to_an_input_of_16_bits_without_autocast_too(packed):
+    _, model = blocks(packed=packed, dtype=torch.bfloat16)
+    assert {p.dtype for name, p in model.named_parameters() if "lora_" in name} == {torch.float32}
+    layer, x = model.base_model.model.up_proj, torch.randn(4, 32).bfloat16()
+    found = run(layer, x)
+    model.zero_grad()
+    expected = run(layer, x, True)
+    assert found["out"].dtype == torch.bfloat16
+    assert set(found) >= {"out", "x", "lora_A.default.weight", "lora_B.default.weight"}
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
 
 
 def test_names_and_copies():

@@ -216,8 +216,6 @@ def test_an_adapters_layer_has_the_engines_bits_whatever_is_beside_a_row(monkeyp
                 add(None, drawn, some, *held, 1.0, tuple(PARTS.values()))
         assert drawn.equal(found.flatten(0, 1)[start : start + 7])
     sum_factors(network, merged=False)
-    for layer in layers:
-        layer.lowers = True
     expected, wanted = learned()
     assert not found.equal(expected)
     torch.testing.assert_close(found, expected, atol=3e-2, rtol=3e-2)
