@@ -372,13 +372,14 @@ def kernels(args: argparse.Namespace) -> None:
         x = torch.randn(many, inputs, device=device, dtype=dtype)
         rows = vllm_ops.scaled_fp8_quant(x, None, use_per_token_if_dynamic=True)
 
-        def product(a: Any, s: Any, w: Any = codes, scales: Any = scales, bias: Any = bias) -> Any:
-            return vllm_ops.cutlass_scaled_mm(a, w, s, scales, dtype, bias)
+        many_rows = of_many_rows(vllm_ops.cutlass_scaled_mm)
 
-        patched = of_many_rows(product)
+        def product(a: Any, s: Any, f: Any = many_rows, w: Any = codes, scales: Any = scales, bias: Any = bias) -> Any:
+            return f(a, w, s, scales, dtype, bias)
+
         for name, alike in (("", False), (", few rows as many", True)):
             with same_kernels.built(alike):
-                told(f"FP8 product {inputs} to {outputs}{name}", lambda f=patched, r=rows: in_any_batch(f, *r))
+                told(f"FP8 product {inputs} to {outputs}{name}", lambda f=product, r=rows: in_any_batch(f, *r))
 
     for heads, key_heads, d in ((14, 2, 64), (8, 8, 64), (12, 2, 128), (16, 8, 128), (8, 8, 96), (8, 4, 256)):
         n, page = 600, 16
