@@ -466,7 +466,7 @@ def check_in_flight(learner: Learner) -> None:
         return
     given, invariant = type(getattr(engine, "engine", engine)).__name__, engine.batch_invariant
     remedy = "Leave data.in_flight_updates out."
-    if not (engine.takes_in_flight and isinstance(engine, Pauses)):
+    if not isinstance(engine, Pauses):
         raise ConfigError(
             "data.in_flight_updates gives the engine weights between two of its steps, which it cannot take.",
             expected="data.engine: RemoteVLLMEngine",

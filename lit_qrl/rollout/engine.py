@@ -186,8 +186,6 @@ class RolloutEngine(Described, ABC):
     """True when `generate` takes `finished`, to which it hands completions while others are still drawn."""
     overlaps: bool = False
     """True when it draws in a process of its own, so that the learner can update meanwhile."""
-    takes_in_flight: bool = False
-    """True when weights may come while completions are drawn, of whose tokens it says which weights drew them."""
     draws_together: bool = False
     """True when processes of the learner are one engine: each must ask when another does, and none is built alone."""
 

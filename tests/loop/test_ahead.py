@@ -227,8 +227,6 @@ def test_the_end_says_how_old_the_weights_were(tmp_path):
 class Flying(Apart):
     """Takes weights between two steps of a rollout; each draw but the first waits for some after its second step."""
 
-    takes_in_flight = True
-
     def __init__(self, dies_at=(), waits=True, dies_of=None):
         super().__init__(dies_at)
         self.waits, self.dies_of, self.changed = waits, dies_of, threading.Condition()

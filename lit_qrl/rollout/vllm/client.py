@@ -102,7 +102,7 @@ class RemoteVLLMEngine(RolloutEngine):
         self.transfer: Transfer = transfer
         self._check_settings()
         found = installed_version()
-        self.takes_in_flight = found is None or found[0][:2] >= SAYS_VERSIONS
+        self._says_versions = found is None or found[0][:2] >= SAYS_VERSIONS
         self.plain_dtype = engine.plain_dtype
         self.spec = SamplerSpec()
         self.policy: Any = None
@@ -145,17 +145,21 @@ class RemoteVLLMEngine(RolloutEngine):
             ConfigError: also for a server that cannot be reached, knows another key, or is of another version.
         """
         self.spec = replace(spec, on_hang=None)
+        here = "Set data.engine to VLLMEngine."
+        says = ".".join(map(str, SAYS_VERSIONS))
         for used, what, remedy in (
-            (spec.kept, "the tokens among which one was drawn (top_p or top_k with a learner that masks)", ""),
-            (spec.adapter is not None, "an adapter apart from its base", "Set publisher.lora to merged. "),
-            (spec.routes, "the experts that its tokens took", "Leave out RouterReplay. "),
-            (spec.in_flight != "none" and not self.takes_in_flight, "which weights drew which token", ""),
+            (spec.kept, "the tokens among which one was drawn (top_p or top_k with a learner that masks)", here),
+            (spec.adapter is not None, "an adapter apart from its base", f"Set publisher.lora to merged. {here}"),
+            (spec.routes, "the experts that its tokens took", f"Leave out RouterReplay. {here}"),
+            (
+                spec.in_flight != "none" and not self._says_versions,
+                "which weights drew which token",
+                f"Install vLLM {says} or later, or leave data.in_flight_updates out.",
+            ),
         ):
             if used:
                 raise ConfigError(
-                    f"The server of this vLLM does not know or say {what}.",
-                    expected="a run without, or VLLMEngine in the learner's process",
-                    remedy=f"{remedy}Set data.engine to VLLMEngine.",
+                    f"The server of this vLLM does not know or say {what}.", expected="a run without", remedy=remedy
                 )
         found = addresses(self.devices, self.hosts, self.token_file, spec.learners, self.ca_file)
         places = [*(one.name for one in found), *(f"cuda:{number}" for number in spec.learners.devices)]
@@ -345,7 +349,7 @@ class RemoteVLLMEngine(RolloutEngine):
                 for one in packed:
                     self._post_part(one, version, clock)
                 with clock.part("await"):
-                    stamp = {"weight_version": str(version)} if self.takes_in_flight else None
+                    stamp = {"weight_version": str(version)} if self._says_versions else None
                     self._ask_all("/finish_weight_update", stamp, self._patience())
                     outcomes = [server.call("outcome_json", timeout=self._patience()) for server in self.servers]
                 done = True

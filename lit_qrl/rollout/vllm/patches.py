@@ -249,8 +249,10 @@ def term_in_one_order(original: Callable[..., None]) -> Callable[..., None]:
             return
         from lit_qrl.precision.vllm_kernels import exact  # which brings transformers
 
-        for part, down, up in zip(y.split(list(sizes), dim=-1), a, b, strict=True):  # of q, k and v; of gate and up
-            part.add_(exact.product(exact.product(x, down[0, 0], None), up[0, 0], None))
+        # q, k and v, or gate and up, read the same rows: a column of a product has the same bits beside any others
+        downs = exact.product(x, torch.cat([one[0, 0] for one in a]), None).split([one.shape[-2] for one in a], dim=-1)
+        for part, down, up in zip(y.split(list(sizes), dim=-1), downs, b, strict=True):
+            part.add_(exact.product(down, up[0, 0], None))
 
     return add
 

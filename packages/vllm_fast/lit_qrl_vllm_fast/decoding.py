@@ -1,6 +1,5 @@
 """What makes a decoding step shorter, of the GPU's work and of the host's beside it."""
 
-import os
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -160,50 +159,33 @@ def noise_of(probs: Tensor, generators: dict[int, Any]) -> Tensor:
 
 
 class One(tuple):
-    """Word, log-prob and rank of one drawn token."""
+    """Word, log-prob and rank of one drawn token; in another process it is `LogprobsLists` of three arrays of none."""
 
     __slots__ = ()
 
 
-def lists_of_numbers(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `tolists`: where nothing but the drawn token's log-prob is asked for, arrays become lists at once."""
+def of_one_word(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what gives a request its part of a step's log-probs: `One` where that is the drawn token's alone."""
 
-    def tolists(self: Any, *args: Any, **named: Any) -> Any:
-        arrays = original(self, *args, **named)
-        words, logprobs, ranks, starts = arrays
-        if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0":  # what takes them in another process gets arrays
-            return arrays
-        if starts is not None or logprobs.ndim != 2 or logprobs.shape[1] != 1:
-            return arrays
-        made = _by_number(type(arrays))(*arrays)
-        made.ones = list(map(One, zip(words[:, 0].tolist(), logprobs[:, 0].tolist(), ranks.tolist(), strict=True)))
-        return made
+    def slice_request(self: Any, req_idx: int, num_positions: int) -> Any:
+        words, logprobs, ranks, starts = self
+        if num_positions == 1 and starts is None and logprobs.ndim == 2 and logprobs.shape[1] == 1:
+            return One((words.item(req_idx, 0), logprobs.item(req_idx, 0), ranks.item(req_idx)))
+        return original(self, req_idx, num_positions)
 
-    return tolists
-
-
-@lru_cache
-def _by_number(arrays: type) -> Any:
-    """Return a class of vLLM's arrays that gives a request's only token as `One`."""
-
-    class ByNumber(arrays):
-        ones: list[One]
-
-        def slice_request(self, req_idx: int, num_positions: int) -> Any:
-            if num_positions == 1:
-                return self.ones[req_idx]
-            return super().slice_request(req_idx, num_positions)
-
-    return ByNumber
+    return slice_request
 
 
 def appended(original: Callable[..., None]) -> Callable[..., None]:
     """Return the processor's function that takes a token's log-prob, which appends one number of each."""
 
     def _update_sample_logprobs(self: Any, logprobs_lists: Any) -> None:
-        one, to = type(logprobs_lists) is One, self.logprobs
-        if one and self.tokenizer is None and hasattr(to, "append_fast"):
-            word, logprob, rank = logprobs_lists
+        there, to = type(logprobs_lists) is not One, self.logprobs
+        if there and logprobs_lists[1].ndim > 0:
+            original(self, logprobs_lists)
+            return
+        word, logprob, rank = (one.item() for one in logprobs_lists[:3]) if there else logprobs_lists
+        if self.tokenizer is None and hasattr(to, "append_fast"):
             self.cumulative_logprob += logprob
             to.start_indices.append(len(to.logprobs))
             to.token_ids.append(word)
@@ -211,13 +193,19 @@ def appended(original: Callable[..., None]) -> Callable[..., None]:
             to.ranks.append(rank)
             to.decoded_tokens.append(None)
             to.end_indices.append(len(to.logprobs))
-        elif one:
-            word, logprob, rank = logprobs_lists
-            original(self, (np.array([[word]]), np.array([[logprob]]), np.array([rank]), None))
         else:
-            original(self, logprobs_lists)
+            original(self, (np.array([[word]]), np.array([[logprob]]), np.array([rank]), None))
 
     return _update_sample_logprobs
+
+
+def of_a_number(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the decoder of arrays from another process, which makes one of no dimension of a number."""
+
+    def _decode_ndarray(self: Any, arr: Any) -> Any:
+        return original(self, arr) if type(arr) is list else np.array(arr)
+
+    return _decode_ndarray
 
 
 def block_there(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -244,6 +232,7 @@ _BLOCKS = "vllm.model_executor.kernels.linear.scaled_mm.cutlass:CutlassFp8BlockS
 _SAMPLE = "vllm.v1.sample.ops.topk_topp_sampler:random_sample"
 _SLICE, _APPEND = "vllm.v1.outputs:LogprobsLists.slice_request", "vllm.logprobs:FlatLogprobs.append_fast"
 _UPDATE = "vllm.v1.engine.logprobs:LogprobsProcessor._update_sample_logprobs"
+_DECODE = "vllm.v1.serial_utils:MsgpackDecoder._decode_ndarray"
 _SLOTS = "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots"
 CHANGES = (
     Patch(
@@ -266,8 +255,8 @@ CHANGES = (
         "sampled_logprobs",
         "three arrays are cut for the log-prob of each drawn token, and each is gone through as if it held many",
         "0.7 ms of the host in a step of 128 requests, of which the GPU takes four for a small or quantized model",
-        {"vllm.v1.outputs:LogprobsTensors.tolists": lists_of_numbers, _UPDATE: appended},
-        sources={_SLICE: ("9ea7a1b0",), _UPDATE: ("87a0d597",), _APPEND: ("8d86ea5d",)},
+        {_SLICE: of_one_word, _UPDATE: appended, _DECODE: of_a_number},
+        sources={_SLICE: ("9ea7a1b0",), _UPDATE: ("87a0d597",), _APPEND: ("8d86ea5d",), _DECODE: ("9b822770",)},
     ),
     Patch(
         "allocate_slots",

@@ -189,12 +189,11 @@ def test_words_are_as_frequent_as_they_are_likely():
 
 def originals():
     from vllm.v1.engine.logprobs import LogprobsProcessor
-    from vllm.v1.outputs import LogprobsTensors
+    from vllm.v1.outputs import LogprobsLists
+    from vllm.v1.serial_utils import MsgpackDecoder
 
-    def plain(function):
-        return getattr(function, "lit_qrl_original", function)
-
-    return plain(LogprobsTensors.tolists), plain(LogprobsProcessor._update_sample_logprobs)
+    found = LogprobsLists.slice_request, LogprobsProcessor._update_sample_logprobs, MsgpackDecoder._decode_ndarray
+    return tuple(getattr(one, "lit_qrl_original", one) for one in found)
 
 
 def tensors(rows, columns, starts=None):
@@ -213,43 +212,52 @@ def processor(flat=True, tokenizer=None, count=0):
     return LogprobsProcessor(tokenizer, create_sample_logprobs(flat), None, 0.0, count, None)
 
 
-def taken(made, steps, read, update):
+def taken(made, steps, cut, update, sent=lambda part: part):
     for step in steps:
-        arrays = read(step)
+        arrays = step.tolists()
         for request, one in enumerate(made):
-            update(one, arrays.slice_request(request, 1))
+            update(one, sent(cut(arrays, request, 1)))
     return made
 
 
 @pytest.mark.vllm
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("flat", [True, False])
 @pytest.mark.parametrize("columns", [1, 3])
-def test_requests_have_what_vllm_gives_them(flat, columns, monkeypatch):
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    read, update = originals()
+def test_requests_have_what_vllm_gives_them(flat, columns, apart, monkeypatch):
+    from vllm.v1.engine import EngineCoreOutput
+    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+    cut, update, read = originals()
+    monkeypatch.setattr(MsgpackDecoder, "_decode_ndarray", decoding.of_a_number(read))
+
+    def sent(part):
+        output = EngineCoreOutput(request_id="r", new_token_ids=[1], new_logprobs=part)
+        given = MsgpackDecoder(EngineCoreOutput).decode(MsgpackEncoder().encode(output)).new_logprobs
+        assert type(given) is not decoding.One
+        return given
+
     steps = [tensors(4, columns) for _ in range(3)]
-    expected = taken([processor(flat, count=columns - 1) for _ in range(4)], steps, read, update)
-    ours = decoding.lists_of_numbers(read), decoding.appended(update)
-    found = taken([processor(flat, count=columns - 1) for _ in range(4)], steps, *ours)
+    expected = taken([processor(flat, count=columns - 1) for _ in range(4)], steps, cut, update)
+    ours = decoding.of_one_word(cut), decoding.appended(update)
+    found = taken(
+        [processor(flat, count=columns - 1) for _ in range(4)], steps, *ours, sent if apart else lambda part: part
+    )
     assert [one.logprobs for one in found] == [one.logprobs for one in expected]
     assert [one.cumulative_logprob for one in found] == [one.cumulative_logprob for one in expected]
     assert all(len(one.logprobs) == 3 for one in found)
 
 
 @pytest.mark.vllm
-def test_the_arrays_are_vllm_s_where_several_tokens_come_at_once_or_another_process_takes_them(monkeypatch):
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    read, _ = originals()
-    ours = decoding.lists_of_numbers(read)
-    given = tensors(5, 1, [0, 2, 5])
-    assert type(ours(given)) is type(read(given))
-    arrays, plain = ours(tensors(5, 1)), read(tensors(5, 1))
-    assert isinstance(arrays, type(plain))
-    two, expected = arrays.slice_request(1, 2), plain.slice_request(1, 2)
-    assert all((a == b).all() for a, b in zip(two[:3], expected[:3], strict=True))
-    assert type(copy.copy(arrays.slice_request(1, 1))) is decoding.One
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    assert type(ours(tensors(5, 1))) is type(plain)
+def test_the_arrays_are_vllm_s_where_several_tokens_come_at_once():
+    cut, _, _ = originals()
+    ours = decoding.of_one_word(cut)
+    several, arrays = tensors(5, 1, [0, 2, 5]).tolists(), tensors(5, 1).tolists()
+    for given, count in ((several, 1), (arrays, 2)):
+        found, expected = ours(given, 1, count), cut(given, 1, count)
+        assert type(found) is type(expected)
+        assert all((a == b).all() for a, b in zip(found[:3], expected[:3], strict=True))
+    assert type(copy.copy(ours(arrays, 1, 1))) is decoding.One
 
 
 def manager(held, kind="FullAttentionManager", size=16, count=1):
