@@ -14,6 +14,8 @@ from lit_qrl.functional._launch import triton_installed
 BLOCK = 128
 TILES = "tiles"
 """The source of what `kept_tiles` keeps."""
+RECIPE = "recipe"
+"""The source of h, rstd and weight of a norm's output weight · (h rstd), which products that read it keep instead."""
 
 
 def available(x: Tensor, kernel: str) -> bool:
@@ -52,17 +54,23 @@ def made_once(x: Tensor, source: str, columns: bool, make: Callable[[bool], tupl
     # neither a tensor under inference mode nor one that is traced counts its writes
     if torch.compiler.is_compiling() or x.is_inference():
         return make(columns)
-    found = getattr(x, _KEPT, None)
-    if found is None or found.source != source or found.version != x._version or (columns and found.across is None):
+    found = kept(x, source)
+    if found is None or (columns and found.across is None):
         found = _Kept(source, x._version, *make(columns))
         setattr(x, _KEPT, found)
     return found.along, found.across
 
 
-def keep(x: Tensor, source: str, along: Any, across: Any) -> None:
-    """Let `made_once` find what the operator before made together with `x`."""
+def keep(x: Tensor, source: str, along: Any, across: Any = None) -> None:
+    """Let `made_once` and `kept` find what the operator before made together with `x`."""
     if not x.is_inference():
         setattr(x, _KEPT, _Kept(source, x._version, along, across))
+
+
+def kept(x: Tensor, source: str) -> _Kept | None:
+    """Return what a source has kept with `x`, or None where it did not, or `x` was written to since."""
+    found: _Kept | None = getattr(x, _KEPT, None)
+    return found if found is not None and (found.source, found.version) == (source, x._version) else None
 
 
 def kept_tiles(x: Tensor, columns: bool) -> tuple[Tile, Tile | None]:

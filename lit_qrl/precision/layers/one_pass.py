@@ -17,7 +17,7 @@ from lit_qrl.formats.kernels import dispatch, gemm
 from lit_qrl.functional._gradients import added, weight_gradients
 from lit_qrl.network.invariant import one_by_one
 from lit_qrl.network.structure import FINAL_NORM, GATED_MLP, NORM_READERS, RMS_NORMS, SILU
-from lit_qrl.precision.layers.joined_linear import JoinedLinear, keep_recipe
+from lit_qrl.precision.layers.joined_linear import JoinedLinear
 from lit_qrl.precision.layers.rotary import rotate_in_one_pass
 
 log = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class OnePassRMSNorm(nn.Module):
         if self.codes:
             dispatch.keep(y, dispatch.TILES, *made)
         elif torch.is_grad_enabled():
-            keep_recipe(y, h, made[0], self.weight)
+            dispatch.keep(y, dispatch.RECIPE, (h.detach(), made[0], self.weight))
         return (y, h) if both else y
 
     def extra_repr(self) -> str:
