@@ -101,23 +101,13 @@ def e4m3_tiles(x: Tensor, rows: bool, columns: bool) -> tuple[Tile | None, Tile 
     return along, across
 
 
-def e4m3_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return codes "m k" and scales "m 1" of `x` ("m k") as E4M3 with a scale per row."""
+def e4m3_inputs(x: Tensor, per_token: bool) -> tuple[Tensor, Tensor]:
+    """Return codes "m k" of `x` ("m k") as E4M3, and their scales: one per row, "m 1", or one number."""
     if available_for_e4m3(x, "tokens"):
         from lit_qrl.formats.kernels import fp8_triton
 
-        return fp8_triton.e4m3_tokens(x)
-    scale = activations.dynamic_scale(x, -1, E4M3_MAX)
-    return activations.e4m3_codes(x, scale), scale
-
-
-def e4m3_whole(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return codes "m k" and one scale of `x` ("m k") as E4M3."""
-    if available_for_e4m3(x, "tokens"):
-        from lit_qrl.formats.kernels import fp8_triton
-
-        return fp8_triton.e4m3_whole(x)
-    scale = activations.dynamic_scale(x, None, E4M3_MAX)
+        return fp8_triton.e4m3_tokens(x) if per_token else fp8_triton.e4m3_whole(x)
+    scale = activations.dynamic_scale(x, -1 if per_token else None, E4M3_MAX)
     return activations.e4m3_codes(x, scale), scale
 
 
@@ -130,22 +120,13 @@ def transposed(codes: Tensor) -> Tensor:
     return transposed_triton.transposed(codes)
 
 
-def fp8_blocks(weight: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return codes and scales of `FP8Block.quantize` from one kernel, or None where there is none."""
+def fp8_weights(weight: Tensor, kernel: Literal["fp8_blocks", "fp8_rows"]) -> tuple[Tensor, Tensor] | None:
+    """Return codes and scales of `FP8Block` or `FP8Row` from one kernel, or None where there is none."""
     if not available_for_e4m3(weight, "fp8_weights"):
         return None
     from lit_qrl.formats.kernels import fp8_triton
 
-    return fp8_triton.fp8_blocks(weight)
-
-
-def fp8_rows(weight: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return codes and scales of `FP8Row.quantize` from one kernel, or None where there is none."""
-    if not available_for_e4m3(weight, "fp8_weights"):
-        return None
-    from lit_qrl.formats.kernels import fp8_triton
-
-    return fp8_triton.fp8_rows(weight)
+    return getattr(fp8_triton, kernel)(weight)
 
 
 def int4_groups(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor] | None:

@@ -1,7 +1,6 @@
 """Weights of the learner that are also held in a number format: linear layers, and experts in a stack."""
 
 from collections.abc import Callable, Mapping
-from copy import deepcopy
 from typing import Any
 
 import torch
@@ -168,12 +167,6 @@ class LowBitLinear(LowBitWeight, nn.Linear):
         super()._apply(fn, recurse)
         self.drop_cache()
         return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "LowBitLinear":
-        copied = self.__class__.__new__(self.__class__)
-        memo[id(self)] = copied
-        copied.__dict__.update({key: deepcopy(value, memo) for key, value in self.__getstate__().items()})
-        return copied
 
 
 class LowBitExpert(LowBitWeight):
