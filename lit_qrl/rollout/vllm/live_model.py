@@ -226,7 +226,9 @@ class LiveModel:
                 # Of "experts.0.up_proj.weight", which the hub has in place of a stack, the module that holds them all.
                 self._opaque += [name, *(f"{key.rsplit('.', 3)[0]}." for key in list(handed)[:1] if len(handed) > 1)]
                 ledger.record(name, self.own_part(name, tensor))
-                if place is None or not note_computed(self._computed, name, place, tensor):
+                if place is not None and computing_loader(getattr(place.module, place.attribute, None)) is not None:
+                    self._computed[name] = place, tensor.clone()
+                else:
                     ledger.unread.append(name)
             elif name in self.sent or place.attribute in DESCRIPTIVE:
                 ledger.record(name, self.own_part(name, tensor))
@@ -506,15 +508,11 @@ def _views(sent: Sent, module: nn.Module) -> dict[str, Tensor]:
         return turned if turned.is_contiguous() else None
 
     found: dict[str, Tensor | None] = {}
-    for place, experts in by_stack(sent, sent):
+    for place, members in by_stack(sent, sent):
         held = memory(place.attribute)
-        every = None if held is None else place.cut_all(held, sent[next(iter(experts.values()))][1])
+        every = None if held is None else place.cut_all(held, sent[next(iter(members.values()))][1])
         parts = () if every is None else slices(every)
-        found |= {name: parts[number] if number < len(parts) else None for number, name in experts.items()}
-    for name, (place, shape, _) in sent.items():
-        if not isinstance(place, ExpertPlace):
-            held = memory(place.attribute)
-            found[name] = None if held is None else place.cut(held, shape)
+        found |= {name: parts[number] if number < len(parts) else None for number, name in members.items()}
     filled: Counter[str] = Counter()
     for name, view in found.items():
         attribute = sent[name][0].attribute
@@ -591,7 +589,12 @@ class DirectLoad:
         """Take the receipts of what was copied, and return a fault for each module that stayed incomplete."""
         for name in self._copied:
             self.collector.note(name, self.routes.views[name])
-        return [self._incomplete(module_name, group) for module_name, group in self._waiting.items()]
+        faults = []
+        for module_name, group in self._waiting.items():
+            places = [self.routes.places[name] for name in group]
+            came = ", ".join(sorted({place.attribute for place in places}))
+            faults.append(incomplete(module_name, lacking(places), came))
+        return faults
 
     def _take(self, name: str, tensor: Tensor) -> None:
         sent, place = self.live.sent, self.routes.places.get(name)
@@ -630,33 +633,21 @@ class DirectLoad:
 
     def _fill(self, group: dict[str, Tensor]) -> None:
         """Write the tensors into the module's parameters; one that does not fit gets no receipt but a fault."""
-        stacks, places = by_stack(group, self.live.sent), self.routes.places
-        held = {place.attribute: place for place in (places[name] for name in group)}
-        parameters = {name: getattr(place.module, name).data for name, place in held.items()}
+        stacks = by_stack(group, self.live.sent)
+        parameters = {place.attribute: getattr(place.module, place.attribute).data for place, _ in stacks}
         coming: Counter[str] = Counter()
-        for place, experts in stacks:
-            coming[place.attribute] += len(experts) * group[next(iter(experts.values()))].numel()
+        for name, tensor in group.items():
+            coming[self.routes.places[name].attribute] += tensor.numel()
         for attribute, numbers in coming.items():
             if numbers < parameters[attribute].numel():  # of padding, which some kernels multiply, too
                 parameters[attribute].zero_()
-        for place, experts in stacks:
-            every = place.cut_all(parameters[place.attribute], group[next(iter(experts.values()))].shape)
-            if every is not None:
+        for place, members in stacks:
+            parameter, first = parameters[place.attribute], group[next(iter(members.values()))]
+            if not isinstance(place, ExpertPlace):
+                place.write(parameter, first)
+            elif (every := place.cut_all(parameter, first.shape)) is not None:
                 parts = slices(every)
-                copy_all((parts[expert], group[name]) for expert, name in experts.items() if expert < len(parts))
-        for name, tensor in group.items():
-            place = places[name]
-            if isinstance(place, ExpertPlace):
-                continue
-            parameter = parameters[place.attribute]
-            if hasattr(place.module, "num_embeddings_padded"):
-                parameter[tensor.shape[0] :].zero_()  # as vLLM's loader does
-            place.write(parameter, tensor)
-
-    def _incomplete(self, module_name: str, group: dict[str, Tensor]) -> Fault:
-        places = [self.routes.places[name] for name in group]
-        came = ", ".join(sorted({place.attribute for place in places}))
-        return incomplete(module_name, lacking(places), came)
+                copy_all((parts[number], group[name]) for number, name in members.items() if number < len(parts))
 
 
 def incomplete(module_name: str, left: list[str], came: str) -> Fault:
@@ -791,29 +782,19 @@ class ReceiptCollector:
             tensors: the module's own, by attribute.
         """
         unfit: list[str] = []
-        for place, experts in by_stack(names, self.sent):
-            _, shape, dtype = self.sent[next(iter(experts.values()))]
-            tensor = tensors.get(place.attribute)
-            every = None if tensor is None else place.cut_all(tensor.detach(), shape)
-            if every is None or max(experts) >= len(every):
-                unfit += experts.values()
-                continue
-            numbered = [experts.get(number) for number in range(len(every))]
-            cut = self._narrower.of_stack(numbered, every, dtype)
-            self._check_dtype(list(experts.values()), cut.dtype)
-            self.ledger.record_stack(numbered, cut)
-        for name in names:
-            place, shape, _ = self.sent[name]
-            if isinstance(place, ExpertPlace):
-                continue
+        for place, members in by_stack(names, self.sent):
+            _, shape, dtype = self.sent[next(iter(members.values()))]
             tensor = tensors.get(place.attribute)
             if tensor is not None:
                 place.spread(tensor, shape)
-            cut = None if tensor is None else place.cut(tensor, shape)
-            if cut is None:
-                unfit.append(name)
-            else:
-                self.note(name, cut)
+            every = None if tensor is None else place.cut_all(tensor.detach(), shape)
+            if every is None or max(members) >= len(every):
+                unfit += members.values()
+                continue
+            numbered = [members.get(number) for number in range(len(every))]
+            cut = self._narrower.of_stack(numbered, every, dtype)
+            self._check_dtype(list(members.values()), cut.dtype)
+            self.ledger.record_stack(numbered, cut)
         detail = "its slice of the engine's parameter does not fit"
         self.ledger.faults += [Fault("shape", name, detail) for name in unfit]
 
@@ -828,22 +809,22 @@ class ReceiptCollector:
         self.ledger.faults += [Fault("different", name, detail) for name in self._narrower.lost()]
 
 
-def by_stack(names: Iterable[str], sent: Sent) -> list[tuple[ExpertPlace, dict[int, str]]]:
-    """Return the experts' matrices among some names by the stack that they lie in side by side: one place, and by the
-    number of its expert the name of each.
+def by_stack(names: Iterable[str], sent: Sent) -> list[tuple[Place, dict[int, str]]]:
+    """Return names by the stack that their tensors lie in side by side: one place, and by its number the name of each.
+
+    Experts' matrices are numbered as their experts; any other tensor is a stack of one.
 
     Args:
         names: of the checkpoint's tensors.
         sent: their places, shapes and dtypes.
     """
-    found: dict[tuple[Any, ...], tuple[ExpertPlace, dict[int, str]]] = {}
+    found: dict[Any, tuple[Place, dict[int, str]]] = {}
     for name in names:
         place, shape, dtype = sent[name]
+        key, number = name, 0
         if isinstance(place, ExpertPlace):
-            key = place.attribute, place.part % place.beside, shape, dtype
-            if key not in found:
-                found[key] = place, {}
-            found[key][1][place.expert] = name
+            key, number = (place.attribute, place.part % place.beside, shape, dtype), place.expert
+        found.setdefault(key, (place, {}))[1][number] = name
     return list(found.values())
 
 
@@ -942,27 +923,12 @@ def stale_derived(
     return _derived_faults(wrong)
 
 
-def note_computed(sent: dict[str, tuple[Place, Tensor]], name: str, place: Place, tensor: Tensor) -> bool:
-    """Keep what comes for a parameter whose loader computes what it keeps; return False for any other.
-
-    Args:
-        sent: where it is kept, for `other`.
-        name: in the checkpoint.
-        place: of the tensor.
-        tensor: that comes.
-    """
-    if computing_loader(getattr(place.module, place.attribute, None)) is None:
-        return False
-    sent[name] = place, tensor.clone()
-    return True
-
-
 @torch.no_grad()
 def wrongly_computed(sent: dict[str, tuple[Place, Tensor]]) -> list[Fault]:
     """Return a fault for each parameter that is not what its loader makes of what was sent, and forget that.
 
     Args:
-        sent: place and tensor by name, as `note` kept them.
+        sent: place and tensor by name.
     """
     wrong: list[tuple[str, Tensor]] = []
     for name, (place, tensor) in sent.items():
