@@ -23,13 +23,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import one_hot
 
 from lit_qrl.errors import listed
 from lit_qrl.formats import support
 from lit_qrl.network.linears import transposed_layers
 from lit_qrl.network.names import checkpoint_name, stored
 from lit_qrl.network.structure import computed_buffers
-from lit_qrl.receipts.checksum import Checksums, slice_of, slices
+from lit_qrl.receipts.checksum import Checksums, slices
 from lit_qrl.receipts.ledger import (
     Constants,
     Fault,
@@ -41,7 +42,6 @@ from lit_qrl.receipts.ledger import (
 )
 from lit_qrl.rollout.vllm.locations import (
     DESCRIPTIVE,
-    WIDENED,
     ExpertPlace,
     Naming,
     Place,
@@ -57,7 +57,7 @@ from lit_qrl.rollout.vllm.locations import (
     tensors_of,
     whole_experts,
 )
-from lit_qrl.rollout.vllm.parallel import own_part, unit_vectors
+from lit_qrl.rollout.vllm.parallel import own_part
 from lit_qrl.rollout.vllm.upkeep import forget_kernels, pack_again, without_adapters
 
 
@@ -424,10 +424,12 @@ class LiveModel:
     @torch.no_grad()
     def _columns(self, module: nn.Module, columns: Sequence[int]) -> Tensor | None:
         method: Any = getattr(module, "quant_method", None)
-        device = next((t.device for t in tensors_of(module).values()), torch.device("cpu"))
-        units = unit_vectors(module, columns, self.config.model_config.dtype, device)
-        if method is None or units is None:
+        names = ("input_size_per_partition", "input_size", "embedding_dim")
+        size = next((int(found) for name in names if (found := getattr(module, name, None))), None)
+        if method is None or size is None:
             return None
+        device = next((t.device for t in tensors_of(module).values()), torch.device("cpu"))
+        units = one_hot(torch.tensor(list(columns), device=device), size).to(self.config.model_config.dtype)
         with self._inside():
             return method.apply(module, units, None).t()
 
@@ -469,14 +471,15 @@ def learn(sent: Sent, receipts: Mapping[str, TensorReceipt]) -> Routes | None:
     for name, place in places.items():
         members.setdefault(place.module_name, set()).add(name)
     views: dict[str, Tensor] = {}
-    sums, narrower = Checksums(), Narrower()
+    ledger = ReceivedLedger(-1)
+    collector = ReceiptCollector(sent, ledger)
     for names in members.values():
         module = places[next(iter(names))].module
         found = _views({name: sent[name] for name in names}, module) if _reads_its_tensors(module) else {}
         views |= found
-        for name, view in found.items():
-            sums.add(name, narrower.of(name, view, sent[name][2]))
-    same = {name: name in receipts and receipts[name].checksum == value for name, (value, _) in sums.finish().items()}
+        collector.take(list(found), memory_of(module))
+    held = ledger.receipts()
+    same = {name: name in receipts and receipts[name].checksum == one.checksum for name, one in held.items()}
     proven = {
         name for names in members.values() if all(same.get(name) for name in names) for name in names
     }  # a module is copied as a whole or not at all
@@ -497,19 +500,20 @@ def _reads_its_tensors(module: nn.Module) -> bool:
     return bool(support.names_where(lambda row: kind in row.vllm_copied and device in row.vllm_copied_on))
 
 
+def memory_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return a module's tensors that lie in one piece, as they lie: turned where the module has them turned."""
+    own = {**vars(module), **tensors_of(module)}
+    held = {name: one.data for name, one in own.items() if isinstance(one, Tensor) and one.numel()}
+    laid = {name: one.t() if one.ndim == 2 and not one.is_contiguous() else one for name, one in held.items()}
+    return {name: one for name, one in laid.items() if one.is_contiguous()}
+
+
 def _views(sent: Sent, module: nn.Module) -> dict[str, Tensor]:
     """Return the module's memory of each tensor sent; nothing unless they make up all that it holds."""
-
-    def memory(attribute: str) -> Tensor | None:
-        live = getattr(module, attribute, None)
-        if live is None or live.numel() == 0:
-            return None
-        turned = live.data.t() if live.ndim == 2 and not live.is_contiguous() else live.data
-        return turned if turned.is_contiguous() else None
-
     found: dict[str, Tensor | None] = {}
+    memory = memory_of(module)
     for place, members in by_stack(sent, sent):
-        held = memory(place.attribute)
+        held = memory.get(place.attribute)
         every = None if held is None else place.cut_all(held, sent[next(iter(members.values()))][1])
         parts = () if every is None else slices(every)
         found |= {name: parts[number] if number < len(parts) else None for number, name in members.items()}
@@ -578,7 +582,7 @@ class DirectLoad:
     def __init__(self, live: "LiveModel", routes: Routes, collector: "ReceiptCollector") -> None:
         self.live, self.routes, self.collector, self.ledger = live, routes, collector, collector.ledger
         self._waiting: dict[str, dict[str, Tensor]] = {}
-        self._copied: list[str] = []
+        self._copied: dict[nn.Module, list[str]] = {}
 
     def take(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         """Load each module when all of its tensors are there."""
@@ -587,8 +591,8 @@ class DirectLoad:
 
     def finish(self) -> list[Fault]:
         """Take the receipts of what was copied, and return a fault for each module that stayed incomplete."""
-        for name in self._copied:
-            self.collector.note(name, self.routes.views[name])
+        for module, names in self._copied.items():
+            self.collector.take(names, memory_of(module))
         faults = []
         for module_name, group in self._waiting.items():
             places = [self.routes.places[name] for name in group]
@@ -626,7 +630,7 @@ class DirectLoad:
             view = self.routes.views[name]
             if view.shape == tensor.shape:
                 pairs.append((view, tensor))
-                self._copied.append(name)
+                self._copied.setdefault(module, []).append(name)
             else:
                 self.ledger.faults.append(Fault("shape", name, f"the engine's has {tuple(view.shape)}"))
         copy_all(pairs)
@@ -766,16 +770,10 @@ class ReceiptCollector:
 
     def __init__(self, sent: Sent, ledger: ReceivedLedger) -> None:
         self.sent, self.ledger = sent, ledger
-        self._narrower = Narrower()
-
-    def note(self, name: str, held: Tensor) -> None:
-        """Take the receipt of what a module holds of a tensor."""
-        cut = self._narrower.of(name, held, self.sent[name][2])
-        self._check_dtype([name], cut.dtype)
-        self.ledger.record(name, cut)
+        self._lost: list[tuple[list[str | None], Tensor]] = []
 
     def take(self, names: list[str], tensors: Mapping[str, Tensor]) -> None:
-        """Take the receipts of what one module holds, before it is repacked.
+        """Take the receipts of what one module holds as it was sent.
 
         Args:
             names: of the checkpoint's tensors.
@@ -792,21 +790,23 @@ class ReceiptCollector:
                 unfit += members.values()
                 continue
             numbered = [members.get(number) for number in range(len(every))]
-            cut = self._narrower.of_stack(numbered, every, dtype)
-            self._check_dtype(list(members.values()), cut.dtype)
+            cut = narrowed(every, dtype)
+            if cut is not every:
+                self._lost.append((numbered, (cut.to(every.dtype) != every).reshape(len(every), -1).any(1)))
+            if cut.dtype != dtype:
+                cast = f"it came as {str(dtype).removeprefix('torch.')} and was cast"
+                self.ledger.faults += [Fault("dtype", name, cast) for name in members.values()]
             self.ledger.record_stack(numbered, cut)
         detail = "its slice of the engine's parameter does not fit"
         self.ledger.faults += [Fault("shape", name, detail) for name in unfit]
 
-    def _check_dtype(self, names: list[str], held: torch.dtype) -> None:
-        if (dtype := self.sent[names[0]][2]) != held:
-            detail = f"it came as {str(dtype).removeprefix('torch.')} and was cast"
-            self.ledger.faults += [Fault("dtype", name, detail) for name in names]
-
     def check_digits(self) -> None:
-        """Add a fault for each tensor whose module holds more than the dtype can that was sent."""
+        """Add a fault for each tensor whose module holds more than the dtype can that was sent; wait for the device."""
+        names = [name for names, _ in self._lost for name in names]
+        wrong = torch.cat([one for _, one in self._lost]).tolist() if self._lost else []
+        lost = [name for name, bad in zip(names, wrong, strict=True) if bad and name is not None]
         detail = "it has digits that the sent dtype cannot hold"
-        self.ledger.faults += [Fault("different", name, detail) for name in self._narrower.lost()]
+        self.ledger.faults += [Fault("different", name, detail) for name in lost]
 
 
 def by_stack(names: Iterable[str], sent: Sent) -> list[tuple[Place, dict[int, str]]]:
@@ -826,48 +826,6 @@ def by_stack(names: Iterable[str], sent: Sent) -> list[tuple[Place, dict[int, st
             key, number = (place.attribute, place.part % place.beside, shape, dtype), place.expert
         found.setdefault(key, (place, {}))[1][number] = name
     return list(found.values())
-
-
-class Narrower:
-    """Returns what `narrowed` does, of whole stacks at once (`receipts.slices`), and knows what lost digits."""
-
-    def __init__(self) -> None:
-        self._stacks: dict[tuple[int, torch.dtype], tuple[Tensor, tuple[Tensor, ...], list[str | None]]] = {}
-        self._lost: list[tuple[list[str | None], Tensor]] = []
-
-    def of(self, name: str, held: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return a tensor that the engine holds in the dtype that was sent.
-
-        Args:
-            name: of the checkpoint.
-            held: by the engine; where it is a slice, the others of its stack are final too.
-            dtype: that was sent.
-        """
-        if (dtype, held.dtype) not in WIDENED:
-            return held
-        found = slice_of(held)
-        if found is None:
-            return self.of_stack([name], held.unsqueeze(0), dtype)[0]
-        key = id(found.stack), dtype
-        if key not in self._stacks:
-            names: list[str | None] = [None] * len(found.stack)
-            self._stacks[key] = found.stack, slices(self.of_stack(names, found.stack, dtype)), names
-        _, parts, names = self._stacks[key]
-        names[found.index] = name
-        return parts[found.index]
-
-    def of_stack(self, names: list[str | None], stack: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return a stack in the dtype that its slices were sent in; `names` are theirs, None where nothing came."""
-        cut = narrowed(stack, dtype)
-        if cut is not stack:
-            self._lost.append((names, (cut.to(stack.dtype) != stack).reshape(len(stack), -1).any(1)))
-        return cut
-
-    def lost(self) -> list[str]:
-        """Return the names of tensors with digits that the sent dtype cannot hold; the host waits for the device."""
-        names = [name for names, _ in self._lost for name in names]
-        wrong = torch.cat([one for _, one in self._lost]).tolist() if self._lost else []
-        return [name for name, bad in zip(names, wrong, strict=True) if bad and name is not None]
 
 
 COLUMNS = 8
