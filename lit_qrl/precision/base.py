@@ -22,11 +22,9 @@ from lit_qrl.network.linears import (
 from lit_qrl.network.names import is_adapted
 from lit_qrl.network.stream import quantize_named
 from lit_qrl.precision.layers.low_bit import (
-    LowBitExpert,
     LowBitExperts,
     LowBitLinear,
     LowBitWeight,
-    StepClock,
     introduce_siblings,
 )
 from lit_qrl.precision.layers.together import LowBitTogether, reading_alike
@@ -47,9 +45,8 @@ class QuantizedPrecision(PublishingPrecision):
         autocast: run the other operations in bf16 over fp32 master weights; `none` leaves each in its own dtype.
     """
 
-    layer_class: type[LowBitLinear]
-    expert_class: type[LowBitExpert]
-    group_class: type[LowBitTogether]
+    arithmetic: Any
+    """The low-bit layers' `Arithmetic`; none where the base is packed."""
     trains_format = True
     gathered_in: torch.dtype | None = None
     """Dtype in which processes gather the weights of which each holds a part, or None."""
@@ -58,7 +55,6 @@ class QuantizedPrecision(PublishingPrecision):
         self, format: NumberFormat, exclude: Sequence[str] = (), autocast: Literal["none", "bf16"] = "none"
     ) -> None:
         self.format, self.exclude, self.autocast = format, tuple(exclude), autocast
-        self.clock = StepClock()
         self.report: SwapReport | None = None
 
     @override
@@ -78,14 +74,6 @@ class QuantizedPrecision(PublishingPrecision):
         )
 
     @override
-    def convert_input(self, data: Any) -> Any:
-        return data
-
-    @override
-    def convert_output(self, data: Any) -> Any:
-        return data
-
-    @override
     def forward_context(self) -> AbstractContextManager:
         if self.autocast == "none":
             return nullcontext()
@@ -97,22 +85,22 @@ class QuantizedPrecision(PublishingPrecision):
         if any(is_adapted(part) for part in network.modules()):
             raise self._over_adapter()
         self.check_model(network, device_of(module))
-        clock, format, layer_class = self.clock, self.format, self.layer_class
-        report = swap_linears(
-            network, lambda name, linear: layer_class.from_linear(linear, name, format, clock), self.exclude
-        )
+        how = self.arithmetic
+        report = swap_linears(network, lambda name, linear: LowBitLinear.from_linear(linear, name, how), self.exclude)
+        for layer in self.layers(module).values():
+            layer.take(how)  # another plugin's before, where it had put the layer in place
         linears = {name: layer for name, layer in self.layers(module).items() if isinstance(layer, LowBitLinear)}
         introduce_siblings(linears)
         for names in reading_alike(network, linears):
             group = tuple(linears[name] for name in names)
             if LowBitTogether.fits(group):
-                together = self.group_class(group)
+                together = LowBitTogether(group)
                 for layer in group:
                     layer.together = together
         for name, stack in expert_stacks(network, self.exclude).items():
             plain = network.get_submodule(name)
             if not isinstance(plain, LowBitExperts):
-                network.set_submodule(name, LowBitExperts(stack, plain, self.expert_class, format, clock))
+                network.set_submodule(name, LowBitExperts(stack, plain, how))
         if self.report is None:
             log.info("%s: %s, as %s", type(self).__name__, report, self.format.name)
         if report.swapped or self.report is None:
@@ -121,9 +109,9 @@ class QuantizedPrecision(PublishingPrecision):
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.clock.finite.check()
+        self.arithmetic.finite.check()
         result = super().optimizer_step(*args, **kwargs)
-        self.clock.ticks += 1
+        self.arithmetic.ticks += 1
         return result
 
     def layers(self, module: nn.Module) -> dict[str, LowBitWeight]:
@@ -192,7 +180,7 @@ class LowBitSource(WeightSource):
             return change(name, tensor).to(gathered.get(name))
 
         yield from super().whole(as_computed, dtype)
-        self.plugin.clock.finite.check()
+        self.plugin.arithmetic.finite.check()
 
     @override
     def held(self) -> Held:

@@ -11,14 +11,14 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.formats import numerics
 from lit_qrl.precision import QATAligned
 from lit_qrl.precision.base import check_shapes
-from lit_qrl.precision.layers.low_bit import StepClock
-from lit_qrl.precision.qat import AlignedLinear
+from lit_qrl.precision.layers.low_bit import LowBitLinear
+from lit_qrl.precision.qat import Aligned
 from lit_qrl.precision.source import PublishingPrecision, unchanged
 from tests.precision.toy import LINEARS, configured
 
 
 def aligned(linear, format):
-    return AlignedLinear.from_linear(linear, "layer", format, StepClock())
+    return LowBitLinear.from_linear(linear, "layer", Aligned(format))
 
 
 def test_the_weight_is_quantized_once_per_version(monkeypatch):
@@ -35,7 +35,7 @@ def test_the_weight_is_quantized_once_per_version(monkeypatch):
     layer(torch.randn(2, 64))
     assert len(calls) == 2
     layer.weight.data.mul_(2.0)  # unseen by the version counter: this is what the clock of the plugin is for
-    layer.clock.ticks += 1
+    layer.arithmetic.ticks += 1
     layer(torch.randn(2, 64))
     assert len(calls) == 3
 

@@ -211,7 +211,8 @@ class OnePassGatedMLP(nn.Module):
     def _by_codes_alone(self, x: Tensor) -> bool:
         """Return whether `down` reads nothing of its input but the codes, and nobody else does."""
         down, device = self.down_proj, x.device.type
-        if not (self.codes and self.columns and getattr(down, "reads_codes_alone", False)):
+        how: Any = getattr(down, "arithmetic", None)
+        if not (self.codes and self.columns and how is not None and how.reads_codes_alone):
             return False
         if down._forward_hooks or down._forward_pre_hooks:
             return False
