@@ -45,11 +45,9 @@ class QuantizedPrecision(PublishingPrecision):
         autocast: run the other operations in bf16 over fp32 master weights; `none` leaves each in its own dtype.
     """
 
-    arithmetic: Any
-    """The low-bit layers' `Arithmetic`; none where the base is packed."""
+    arithmetic: Any = None
+    """The low-bit layers' `Arithmetic`; None where the base is packed."""
     trains_format = True
-    gathered_in: torch.dtype | None = None
-    """Dtype in which processes gather the weights of which each holds a part, or None."""
 
     def __init__(
         self, format: NumberFormat, exclude: Sequence[str] = (), autocast: Literal["none", "bf16"] = "none"
@@ -131,10 +129,9 @@ class QuantizedPrecision(PublishingPrecision):
             module: as `convert_module` takes it.
             dtype: in which a layer's weights are gathered, and of which the format is made, in a publish too.
         """
-        self.gathered_in = dtype
+        if self.arithmetic is not None:
+            self.arithmetic.gathered_in = dtype
         self.convert_module(module)
-        for layer in self.layers(module).values():
-            layer.gathered_in = dtype
 
     @override
     def source(
@@ -168,16 +165,14 @@ class LowBitSource(WeightSource):
 
     @override
     def whole(self, change: Change, dtype: torch.dtype | None) -> Named:
-        gathered: dict[str, torch.dtype | None] = {}
+        low_bit: set[str] = set()
         for name, part in network_of(self.policy).named_modules():
-            if isinstance(part, LowBitLinear):
-                gathered[f"{name}.weight"] = part.gathered_in
-            elif isinstance(part, LowBitExperts):
-                kept = next(iter(part.weights.values())).gathered_in
-                gathered |= {f"{name}.{matrix}": kept for matrix in part.stack.parts}
+            if isinstance(part, LowBitLinear | LowBitExperts):
+                own = part.stack.parts if isinstance(part, LowBitExperts) else ("weight",)
+                low_bit |= {f"{name}.{one}" for one in own}
 
         def as_computed(name: str, tensor: Tensor) -> Tensor:
-            return change(name, tensor).to(gathered.get(name))
+            return change(name, tensor).to(self.plugin.arithmetic.gathered_in if name in low_bit else None)
 
         yield from super().whole(as_computed, dtype)
         self.plugin.arithmetic.finite.check()
@@ -188,7 +183,8 @@ class LowBitSource(WeightSource):
 
         def codes(name: str, tensor: Tensor) -> QuantizedWeight | None:
             layer = layers[name]
-            if layer.gathered_in is not None:  # layers that share a scale are seen together by the stream alone
+            # layers that share a scale are seen together by the stream alone
+            if layer.arithmetic.gathered_in is not None:
                 return None if self.plugin.format.shares_amax else quantize_named(self.plugin.format, name, tensor)
             if tensor.data_ptr() != layer.weight.data_ptr():
                 return None

@@ -39,7 +39,7 @@ class _BlockScaled(torch.autograd.Function):
         weight = held.derived(OPERAND, backend.weight)
         out = backend.multiply(along, weight.forward, x.dtype, end_to_end(own[count:], x.dtype))
         held.used()
-        ctx.held, ctx.multiplied = held, None if held.gathered_in is not None else weight
+        ctx.held, ctx.multiplied = held, None if held.arithmetic.gathered_in is not None else weight
         ctx.shape, ctx.own = x.shape, own  # the parameters themselves, whose gradients may be there
         ctx.save_for_backward(*(() if across is None else (across.codes, across.scale)))
         # no view in autograd's eyes: a model may add to it in place, as Llama 4's does

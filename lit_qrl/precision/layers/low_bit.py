@@ -25,6 +25,8 @@ class Arithmetic(ABC):
         format: of the weights.
     """
 
+    gathered_in: torch.dtype | None = None
+    """Dtype of weights while their layers compute, where each process holds a part of them in between; else None."""
     groups = False
     """True where a product is that of the input and the prepared operand, which one grouped GEMM can have of all."""
     joins = True
@@ -62,8 +64,6 @@ class LowBitCodes:
     arithmetic: Arithmetic
     out_features: int
     in_features: int
-    gathered_in: torch.dtype | None = None
-    """Dtype of the weight while its layer computes, where each process holds a part of it in between; else None."""
     _prepared: dict[Any, Any]
 
     @property
@@ -150,7 +150,7 @@ class LowBitWeight(LowBitCodes):
 
     @override
     def used(self) -> None:
-        if self.gathered_in is not None:  # beside the parts nothing whole stays
+        if self.arithmetic.gathered_in is not None:  # beside the parts nothing whole stays
             self.drop_cache()
             for part in self.siblings:
                 part._amax = None

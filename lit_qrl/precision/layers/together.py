@@ -107,7 +107,7 @@ class LowBitTogether(Together, LowBitCodes):
 
         Weights that are gathered for one pass are multiplied one by one.
         """
-        if self.layers[0].gathered_in is not None or not self.arithmetic.joins or not isinstance(self.format, Scaled):
+        if self.arithmetic.gathered_in is not None or not self.arithmetic.joins or not isinstance(self.format, Scaled):
             return False
         return dispatch.triton_installed("together") and self.format.has_gemm(device, self.shape)
 
