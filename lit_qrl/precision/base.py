@@ -189,9 +189,8 @@ class LowBitSource(WeightSource):
             if tensor.data_ptr() != layer.weight.data_ptr():
                 return None
             # an engine may hold these very tensors: they are what the forward pass will multiply
-            together: LowBitTogether | None = getattr(layer, "together", None)
-            if together is not None and together.holds(tensor.device):
-                together.quantized()
+            if layer.together is not None and layer.together.holds(tensor.device):
+                layer.together.quantized()
             return layer.quantized()
 
         return codes

@@ -132,3 +132,14 @@ def test_a_smaller_group_that_would_do_is_named_as_it_is_typed(columns, given, r
     assert re.search(remedy, error.value.remedy)
     for typed in re.findall(r"Write (\S+),", error.value.remedy):
         check_shapes(formats.get(typed), layers)
+
+
+def test_a_second_plugin_takes_layers_over_whole():
+    module, tokens = configured(), torch.zeros(1, 4, dtype=torch.long)
+    for format in (formats.get("fp8_row"), formats.get("int4_group", group_size=32)):
+        plugin = QATAligned(format)
+        plugin.convert_module(module)
+        module.policy(tokens)
+        for layer in plugin.layers(module).values():
+            assert layer.arithmetic is plugin.arithmetic
+            assert layer.quantized().format == format

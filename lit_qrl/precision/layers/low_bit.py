@@ -104,6 +104,8 @@ class LowBitWeight(LowBitCodes):
 
     weight: Any
     siblings: tuple["LowBitWeight", ...]
+    together: Any = None
+    """The `Together` of the layers that read the same input, where their product is one."""
     _cached: tuple[Any, QuantizedWeight] | None
     _amax: tuple[Any, Tensor] | None
 
@@ -117,7 +119,7 @@ class LowBitWeight(LowBitCodes):
     def take(self, arithmetic: Arithmetic) -> None:
         """Multiply by that arithmetic from now on."""
         if self.arithmetic is not arithmetic:
-            self.arithmetic = arithmetic
+            self.arithmetic, self.together = arithmetic, None
             self.drop_cache()
 
     def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -177,8 +179,6 @@ class LowBitLinear(LowBitWeight, nn.Linear):
     """A linear layer with a low-bit weight; parameters keep their names, shapes and dtypes."""
 
     is_swapped = True
-    together: Any = None
-    """The `Together` of the layers that read the same input, where their product is one."""
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, name: str, arithmetic: Arithmetic) -> "LowBitLinear":
