@@ -15,7 +15,7 @@ from lit_qrl.formats.base import NumberFormat
 from lit_qrl.formats.support import require_fp8, tell_emulated
 from lit_qrl.functional._gradients import added, weight_gradients
 from lit_qrl.precision.base import QuantizedPrecision, device_of, network_of
-from lit_qrl.precision.layers.low_bit import Arithmetic, LowBitCodes, LowBitLinear
+from lit_qrl.precision.layers.low_bit import Arithmetic, LowBitCodes
 from lit_qrl.precision.layers.one_pass import Fuse, quantize_in_passing
 from lit_qrl.precision.layers.together import end_to_end, side_by_side
 from lit_qrl.precision.vllm_kernels.kernels import Kernel, KernelChoice
@@ -192,5 +192,5 @@ class QATAligned(QuantizedPrecision):
         self.choice.follow(module)
         tell_emulated("QATAligned", self.format, device_of(module))
         if isinstance(self.format, FP8Block):
-            quantize_in_passing(network_of(module), LowBitLinear, columns=False, choice=self.fuse)
+            quantize_in_passing(network_of(module), columns=False, choice=self.fuse)
         return module

@@ -16,7 +16,7 @@ from lit_qrl.network.linears import quantizable_layers
 from lit_qrl.precision.base import QuantizedPrecision, device_of, network_of
 from lit_qrl.precision.layers import block_fp8
 from lit_qrl.precision.layers.block_fp8 import Backend, Operand
-from lit_qrl.precision.layers.low_bit import Arithmetic, LowBitCodes, LowBitLinear
+from lit_qrl.precision.layers.low_bit import Arithmetic, LowBitCodes
 from lit_qrl.precision.layers.one_pass import Fuse, quantize_in_passing
 from lit_qrl.precision.layers.together import end_to_end, side_by_side
 
@@ -145,7 +145,7 @@ class UnifiedFP8(QuantizedPrecision):
             tell_emulated("UnifiedFP8", self.format, device)
         self.arithmetic.take(self.backend)
         if self.fuse is True or self.backend.name == "torch":
-            quantize_in_passing(network_of(module), LowBitLinear, columns=True, choice=self.fuse)
+            quantize_in_passing(network_of(module), columns=True, choice=self.fuse)
         return module
 
     def _check_shapes(self, layers: dict[str, tuple[int, int]]) -> None:
