@@ -108,9 +108,7 @@ class QuantizedPrecision(PublishingPrecision):
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         self.arithmetic.finite.check()
-        result = super().optimizer_step(*args, **kwargs)
-        self.arithmetic.ticks += 1
-        return result
+        return super().optimizer_step(*args, **kwargs)
 
     def layers(self, module: nn.Module) -> dict[str, LowBitWeight]:
         """Return the low-bit layers of a module or a policy by checkpoint name, experts one by one."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from typing_extensions import override
 
 from lit_qrl.formats.base import NumberFormat, PreparedWeight, QuantizedWeight
@@ -16,10 +17,22 @@ from lit_qrl.network.linears import fused_groups
 from lit_qrl.network.stream import Finite, quantize_named
 
 
+class Steps:
+    """Counts the steps of all optimizers: some write parameters in a way that no version counter sees."""
+
+    taken = 0
+
+    @classmethod
+    def count(cls, *_: Any) -> None:
+        """Count one more, as a hook of the optimizers."""
+        cls.taken += 1
+
+
+register_optimizer_step_post_hook(Steps.count)
+
+
 class Arithmetic(ABC):
     """How all layers of a plugin multiply in its format, forth and back.
-
-    It counts optimizer steps, so that a cached weight cannot outlive an update that no version counter saw.
 
     Args:
         format: of the weights.
@@ -35,7 +48,7 @@ class Arithmetic(ABC):
     """True where layers read the codes that the operator before leaves with their input, and not the input."""
 
     def __init__(self, format: NumberFormat) -> None:
-        self.format, self.ticks = format, 0
+        self.format = format
         self.finite = Finite("holds NaN or inf and cannot be quantized.")
 
     @abstractmethod
@@ -129,7 +142,7 @@ class LowBitWeight(LowBitCodes):
     def _weight_version(self) -> tuple[int, int, int]:
         # Optimizers and checkpoints write in place, which raises the version; a replaced tensor has another address.
         weight = self.weight
-        return weight._version, weight.data_ptr(), self.arithmetic.ticks
+        return weight._version, weight.data_ptr(), Steps.taken
 
     @override
     def quantized(self) -> QuantizedWeight:
