@@ -251,7 +251,7 @@ def ops(args: argparse.Namespace) -> None:
     try:
         from lit_qrl.formats.kernels import dispatch
 
-        own, own_scales = dispatch.e4m3_tokens(x)
+        own, own_scales = dispatch.e4m3_inputs(x, True)
         same("scaled_fp8_quant: ours", own.float(), x_fp8.float())
         same("scaled_fp8_quant scales: ours", own_scales.view(-1), scales.view(-1))
     except Exception as error:
@@ -328,7 +328,7 @@ def kernels(args: argparse.Namespace) -> None:
         told(
             f"FP8 rows {h}, ours and vLLM",
             lambda a=x: apart(
-                dispatch.e4m3_tokens(a)[0].float(),
+                dispatch.e4m3_inputs(a, True)[0].float(),
                 vllm_ops.scaled_fp8_quant(a, None, use_per_token_if_dynamic=True)[0].float(),
             ),
         )

@@ -27,7 +27,7 @@ SIZES = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "num_key_
 """The kernels take blocks of 128 columns, and block-scaled products of as many rows."""
 ROLLOUT = {"group_size": 2, "max_completion_tokens": 4}
 LORA = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
-TAKEN = {f"formats.kernels.{name}" for name in ("norm", "tiles", "rows")} | {"functional._logprobs"}
+TAKEN = {f"formats.kernels.{name}" for name in ("norm", "tiles", "turned")} | {"functional._logprobs"}
 
 
 class Gradients(Callback):

@@ -29,6 +29,7 @@ class FP8Block(ScaledE4M3):
 
     name: ClassVar[str] = "fp8_block"
     rows_together: ClassVar[int | None] = BLOCK
+    kernel = "fp8_blocks"
 
     @property
     def bits_per_weight(self) -> float:
@@ -44,9 +45,6 @@ class FP8Block(ScaledE4M3):
         (rows, columns), (down, across) = weight.shape, scale.shape
         codes = to_e4m3(_blocks(weight) / scale[:, None, :, None]).reshape(down * BLOCK, across * BLOCK)
         return codes[:rows, :columns].contiguous()
-
-    def codes_by_kernel(self, weight: Tensor) -> tuple[Tensor, Tensor] | None:
-        return dispatch.fp8_blocks(weight)
 
     def dequantize(self, q: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
         assert q.scales is not None

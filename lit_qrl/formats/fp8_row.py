@@ -3,9 +3,6 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
-from lit_qrl.formats.kernels import dispatch
 from lit_qrl.formats.scaled import ScaledE4M3
 
 
@@ -21,6 +18,4 @@ class FP8Row(ScaledE4M3):
 
     name: ClassVar[str] = "fp8_row"
     rows_together: ClassVar[int | None] = 1
-
-    def codes_by_kernel(self, weight: Tensor) -> tuple[Tensor, Tensor] | None:
-        return dispatch.fp8_rows(weight)
+    kernel = "fp8_rows"

@@ -22,6 +22,11 @@ class Scaled(NumberFormat):
     kind: ClassVar[Literal["float", "int"]]
     steps: ClassVar[float]
     """What the largest magnitude under a scale is divided by."""
+    kernel: ClassVar[Literal["fp8_blocks", "fp8_rows"] | None] = None
+    """Makes codes and scales of a weight at once, with the bits of `amax` and `encode`, where a device has it.
+
+    A row or block with NaN or inf has a scale that is not finite.
+    """
 
     @property
     def quantizes_activations(self) -> bool:
@@ -47,17 +52,10 @@ class Scaled(NumberFormat):
     def encode(self, weight: Tensor, scale: Tensor) -> Tensor:
         """Return the codes "out in" of a weight under its scales."""
 
-    def codes_by_kernel(self, weight: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return codes and scales of a weight from one kernel, or None where there is none.
-
-        The bits are those of `amax` and `encode`; a row or block with NaN or inf has a scale that is not finite.
-        """
-        return None
-
     @torch.no_grad()
     def quantize(self, weight: Tensor, shared_amax: Tensor | None = None) -> QuantizedWeight:
         weight, shape = weight.detach(), (weight.shape[0], weight.shape[1])
-        made = self.codes_by_kernel(weight)
+        made = None if self.kernel is None else dispatch.fp8_weights(weight, self.kernel)
         if made is not None:
             require_finite(made[1])
             return QuantizedWeight(*made, None, self, shape)
@@ -140,13 +138,12 @@ class ScaledE4M3(Scaled):
 
     def input_codes(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return codes "m in" and scales of inputs "... in", as the GEMM takes them."""
-        quantize = dispatch.e4m3_tokens if self.per_token else dispatch.e4m3_whole
 
         def make(columns: bool) -> tuple[Any, None]:
-            return quantize(x.detach().reshape(-1, x.shape[-1])), None
+            return dispatch.e4m3_inputs(x.detach().reshape(-1, x.shape[-1]), self.per_token), None
 
         # once for all layers that read the same tensor: q, k and v; gate and up
-        return dispatch.made_once(x, quantize.__name__, False, make)[0]
+        return dispatch.made_once(x, "tokens" if self.per_token else "whole", False, make)[0]
 
     def emulate(self, rows: Tensor, weight: Tensor) -> Tensor:
         codes, scale = self._rounded(rows)

@@ -318,7 +318,7 @@ def attend_laid_out(rows: tuple[Tensor, Tensor, Tensor], flat_batch: FlatBatch, 
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    restored: Any = _PutBack.apply(joined, flat_batch.index, flat_batch.restored)
+    restored: Any = _PutBack.apply(joined, flat_batch.restored)
     return restored
 
 
@@ -349,19 +349,16 @@ class _PutBack(torch.autograd.Function):
     """The flat rows of what buckets hold; each is taken from one place, so that its gradient is written, not added."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor, restored: Tensor) -> Tensor:
-        ctx.save_for_backward(index, restored)
+    def forward(ctx: Any, x: Tensor, restored: Tensor) -> Tensor:
+        ctx.save_for_backward(restored)
+        ctx.rows = len(x)
         return x.index_select(0, restored)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        index, restored = ctx.saved_tensors
-        if dispatch.available(grads[0], "rows"):
-            from lit_qrl.formats.kernels import rows_triton
-
-            return rows_triton.returned(grads[0], index, restored), None, None
-        grad = grads[0].new_zeros(len(index), *grads[0].shape[1:])
-        return grad.index_copy_(0, restored, grads[0]), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (restored,) = ctx.saved_tensors
+        grad = grads[0].new_zeros(ctx.rows, *grads[0].shape[1:])
+        return grad.index_copy_(0, restored, grads[0]), None
 
 
 AttentionInterface.register(ATTENTION, attend)

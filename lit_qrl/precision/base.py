@@ -22,11 +22,9 @@ from lit_qrl.network.linears import (
 from lit_qrl.network.names import is_adapted
 from lit_qrl.network.stream import quantize_named
 from lit_qrl.precision.layers.low_bit import (
-    LowBitExpert,
     LowBitExperts,
     LowBitLinear,
     LowBitWeight,
-    StepClock,
     introduce_siblings,
 )
 from lit_qrl.precision.layers.together import LowBitTogether, reading_alike
@@ -47,18 +45,14 @@ class QuantizedPrecision(PublishingPrecision):
         autocast: run the other operations in bf16 over fp32 master weights; `none` leaves each in its own dtype.
     """
 
-    layer_class: type[LowBitLinear]
-    expert_class: type[LowBitExpert]
-    group_class: type[LowBitTogether]
+    arithmetic: Any = None
+    """The low-bit layers' `Arithmetic`; None where the base is packed."""
     trains_format = True
-    gathered_in: torch.dtype | None = None
-    """Dtype in which processes gather the weights of which each holds a part, or None."""
 
     def __init__(
         self, format: NumberFormat, exclude: Sequence[str] = (), autocast: Literal["none", "bf16"] = "none"
     ) -> None:
         self.format, self.exclude, self.autocast = format, tuple(exclude), autocast
-        self.clock = StepClock()
         self.report: SwapReport | None = None
 
     @override
@@ -78,14 +72,6 @@ class QuantizedPrecision(PublishingPrecision):
         )
 
     @override
-    def convert_input(self, data: Any) -> Any:
-        return data
-
-    @override
-    def convert_output(self, data: Any) -> Any:
-        return data
-
-    @override
     def forward_context(self) -> AbstractContextManager:
         if self.autocast == "none":
             return nullcontext()
@@ -97,22 +83,22 @@ class QuantizedPrecision(PublishingPrecision):
         if any(is_adapted(part) for part in network.modules()):
             raise self._over_adapter()
         self.check_model(network, device_of(module))
-        clock, format, layer_class = self.clock, self.format, self.layer_class
-        report = swap_linears(
-            network, lambda name, linear: layer_class.from_linear(linear, name, format, clock), self.exclude
-        )
+        how = self.arithmetic
+        report = swap_linears(network, lambda name, linear: LowBitLinear.from_linear(linear, name, how), self.exclude)
+        for layer in self.layers(module).values():
+            layer.take(how)  # another plugin's before, where it had put the layer in place
         linears = {name: layer for name, layer in self.layers(module).items() if isinstance(layer, LowBitLinear)}
         introduce_siblings(linears)
         for names in reading_alike(network, linears):
             group = tuple(linears[name] for name in names)
             if LowBitTogether.fits(group):
-                together = self.group_class(group)
+                together = LowBitTogether(group)
                 for layer in group:
                     layer.together = together
         for name, stack in expert_stacks(network, self.exclude).items():
             plain = network.get_submodule(name)
             if not isinstance(plain, LowBitExperts):
-                network.set_submodule(name, LowBitExperts(stack, plain, self.expert_class, format, clock))
+                network.set_submodule(name, LowBitExperts(stack, plain, how))
         if self.report is None:
             log.info("%s: %s, as %s", type(self).__name__, report, self.format.name)
         if report.swapped or self.report is None:
@@ -121,10 +107,8 @@ class QuantizedPrecision(PublishingPrecision):
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.clock.finite.check()
-        result = super().optimizer_step(*args, **kwargs)
-        self.clock.ticks += 1
-        return result
+        self.arithmetic.finite.check()
+        return super().optimizer_step(*args, **kwargs)
 
     def layers(self, module: nn.Module) -> dict[str, LowBitWeight]:
         """Return the low-bit layers of a module or a policy by checkpoint name, experts one by one."""
@@ -143,10 +127,9 @@ class QuantizedPrecision(PublishingPrecision):
             module: as `convert_module` takes it.
             dtype: in which a layer's weights are gathered, and of which the format is made, in a publish too.
         """
-        self.gathered_in = dtype
+        if self.arithmetic is not None:
+            self.arithmetic.gathered_in = dtype
         self.convert_module(module)
-        for layer in self.layers(module).values():
-            layer.gathered_in = dtype
 
     @override
     def source(
@@ -180,19 +163,17 @@ class LowBitSource(WeightSource):
 
     @override
     def whole(self, change: Change, dtype: torch.dtype | None) -> Named:
-        gathered: dict[str, torch.dtype | None] = {}
+        low_bit: set[str] = set()
         for name, part in network_of(self.policy).named_modules():
-            if isinstance(part, LowBitLinear):
-                gathered[f"{name}.weight"] = part.gathered_in
-            elif isinstance(part, LowBitExperts):
-                kept = next(iter(part.weights.values())).gathered_in
-                gathered |= {f"{name}.{matrix}": kept for matrix in part.stack.parts}
+            if isinstance(part, LowBitLinear | LowBitExperts):
+                own = part.stack.parts if isinstance(part, LowBitExperts) else ("weight",)
+                low_bit |= {f"{name}.{one}" for one in own}
 
         def as_computed(name: str, tensor: Tensor) -> Tensor:
-            return change(name, tensor).to(gathered.get(name))
+            return change(name, tensor).to(self.plugin.arithmetic.gathered_in if name in low_bit else None)
 
         yield from super().whole(as_computed, dtype)
-        self.plugin.clock.finite.check()
+        self.plugin.arithmetic.finite.check()
 
     @override
     def held(self) -> Held:
@@ -200,14 +181,14 @@ class LowBitSource(WeightSource):
 
         def codes(name: str, tensor: Tensor) -> QuantizedWeight | None:
             layer = layers[name]
-            if layer.gathered_in is not None:  # layers that share a scale are seen together by the stream alone
+            # layers that share a scale are seen together by the stream alone
+            if layer.arithmetic.gathered_in is not None:
                 return None if self.plugin.format.shares_amax else quantize_named(self.plugin.format, name, tensor)
             if tensor.data_ptr() != layer.weight.data_ptr():
                 return None
             # an engine may hold these very tensors: they are what the forward pass will multiply
-            together: LowBitTogether | None = getattr(layer, "together", None)
-            if together is not None and together.holds(tensor.device):
-                together.quantized()
+            if layer.together is not None and layer.together.holds(tensor.device):
+                layer.together.quantized()
             return layer.quantized()
 
         return codes

@@ -15,10 +15,10 @@ from lit_qrl.formats.base import NumberFormat
 from lit_qrl.formats.support import require_fp8, tell_emulated
 from lit_qrl.functional._gradients import added, weight_gradients
 from lit_qrl.precision.base import QuantizedPrecision, device_of, network_of
-from lit_qrl.precision.layers.low_bit import LowBitCodes, LowBitExpert, LowBitLinear, LowBitWeight
+from lit_qrl.precision.layers.low_bit import Arithmetic, LowBitCodes
 from lit_qrl.precision.layers.one_pass import Fuse, quantize_in_passing
-from lit_qrl.precision.layers.together import LowBitTogether, end_to_end, side_by_side
-from lit_qrl.precision.vllm_kernels.kernels import Kernel, KernelChoice, SamplerKernel
+from lit_qrl.precision.layers.together import end_to_end, side_by_side
+from lit_qrl.precision.vllm_kernels.kernels import Kernel, KernelChoice
 
 Backward = Literal["dequantized", "high_precision"]
 """Which operands the backward pass multiplies the output's gradient by; the words are Transformer Engine's."""
@@ -28,12 +28,13 @@ class _StraightThrough(torch.autograd.Function):
     """The format's GEMM forward; backward the gradients of `x @ W.T + b`, of its own operands or of those before."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, held: "AlignedCodes", sizes: Sequence[int], *own: Any) -> Any:
-        count = len(sizes)
+    def forward(ctx: Any, x: Tensor, held: LowBitCodes, sizes: Sequence[int], *own: Any) -> Any:
+        count, how = len(sizes), held.arithmetic
+        assert isinstance(how, Aligned)
         # the parameters themselves, whose gradients may be there
         ctx.held, ctx.own, ctx.shape, ctx.dtype = held, own, x.shape, x.dtype
-        out = held.multiply(x, end_to_end(own[count:], x.dtype))
-        ctx.save_for_backward(*held.kept_input(x), own[0])
+        out = how.product(x, held, end_to_end(own[count:], x.dtype))
+        ctx.save_for_backward(*how.kept_input(x, held), own[0])
         held.used()
         # no view in autograd's eyes: a model may add to it in place, as Falcon's does
         out = torch.ops.aten._unsafe_view(out, list(out.shape))
@@ -42,14 +43,15 @@ class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         *kept, weight = ctx.saved_tensors
+        how: Aligned = ctx.held.arithmetic
         flat = side_by_side([grad.reshape(-1, grad.shape[-1]) for grad in grads])
         count = len(ctx.own) // 2
         needs_weight, needs_bias = (any(ctx.needs_input_grad[3 + i : 3 + i + count]) for i in (0, count))
         grad_x, of_weights, of_biases = None, [None] * count, [None] * count
         if ctx.needs_input_grad[0]:
-            grad_x = (flat @ ctx.held.backward_weight(weight, flat.dtype)).view(ctx.shape)
+            grad_x = (flat @ how.backward_weight(ctx.held, weight, flat.dtype)).view(ctx.shape)
         if needs_weight:
-            inputs = ctx.held.backward_input(kept, ctx.dtype).reshape(-1, ctx.shape[-1])
+            inputs = how.backward_input(kept, ctx.dtype).reshape(-1, ctx.shape[-1])
             of_weights = weight_gradients(ctx.own[:count], flat, inputs)
         if needs_bias:
             of_biases = added(ctx.own[count:], flat.sum(dim=0))
@@ -57,82 +59,56 @@ class _StraightThrough(torch.autograd.Function):
         return grad_x, None, None, *of_weights, *of_biases
 
 
-class AlignedCodes(LowBitCodes):
-    """Codes that are multiplied as the sampler does, and the operands of the backward pass."""
+class Aligned(Arithmetic):
+    """Codes are multiplied as the sampler does; the backward pass has operands of its choice.
 
-    choice: KernelChoice | None = None
-    backward_operands: Backward = "dequantized"
+    Args:
+        format: of the weights.
+        kernel: the plugin's option.
+        backward: the operands of the backward pass.
+    """
 
-    def _kernel(self, x: Tensor) -> SamplerKernel | None:
-        """Return the sampler's kernel, where the plugin takes it."""
-        return None if self.choice is None else self.choice.pick(self.layer_name, self.shape, x)
+    def __init__(self, format: NumberFormat, kernel: Kernel = "auto", backward: Backward = "dequantized") -> None:
+        super().__init__(format)
+        self.choice, self.backward_operands = KernelChoice(kernel, format), backward
+        self.groups = not format.quantizes_activations  # which has a GEMM of its own
+        self.joins = backward == "dequantized"
 
-    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    @override
+    def multiply(self, x: Tensor, held: LowBitCodes, sizes: Sequence[int], *own: Tensor | None) -> Any:
+        return _StraightThrough.apply(x, held, sizes, *own)
+
+    def product(self, x: Tensor, held: LowBitCodes, bias: Tensor | None) -> Tensor:
         """Return `x @ Q(W).T + b`."""
-        kernel = self._kernel(x)
+        kernel = self.choice.pick(held.layer_name, held.shape, x)
         if kernel is None:
-            return self.format.apply(x, self.prepared(x.dtype), bias)
-        made = self.derived((kernel.vllm_name, x.dtype), lambda q: kernel.prepare(q, x.dtype))
+            return self.format.apply(x, held.prepared(x.dtype), bias)
+        made = held.derived((kernel.vllm_name, x.dtype), lambda q: kernel.prepare(q, x.dtype))
         return kernel.apply(x, made, bias)
 
-    def backward_weight(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    @override
+    def backward_weight(self, held: LowBitCodes, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """Return what the output's gradient is multiplied by for that of the input: Q(W) multiplied out, or W."""
         if self.backward_operands == "high_precision":
             return weight.to(dtype)
-        q = self.quantized()
-        held = self._prepared.get(dtype)
-        if held is not None and not held.native:
-            return held.operand.to(dtype)
+        q = held.quantized()
+        prepared = held._prepared.get(dtype)
+        if prepared is not None and not prepared.native:
+            return prepared.operand.to(dtype)
         return self.format.dequantize(q, dtype)  # for this product alone: the forward pass keeps the codes
 
-    def kept_input(self, x: Tensor) -> tuple[Tensor, ...]:
+    def kept_input(self, x: Tensor, held: LowBitCodes) -> tuple[Tensor, ...]:
         """Return what `backward_input` will need of an input: the codes that were multiplied, or the input itself."""
         if self.backward_operands == "high_precision":
             return (x,)
-        kernel = self._kernel(x)
+        kernel = self.choice.pick(held.layer_name, held.shape, x)
         made = None if kernel is None else kernel.kept_input(x)
         return self.format.kept_input(x) if made is None else made
 
     def backward_input(self, kept: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """Return what the output's gradient is multiplied by for that of the weight: Q(x) multiplied out, or x."""
-        return (
-            kept[0] if self.backward_operands == "high_precision" else self.format.dequantized_kept(tuple(kept), dtype)
-        )
-
-
-class AlignedWeight(AlignedCodes, LowBitWeight):
-    """A weight that is multiplied as the sampler does and learns as a plain one."""
-
-    @override
-    def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return _StraightThrough.apply(x, self, (self.out_features,), weight, bias)  # pyright: ignore
-
-
-class AlignedLinear(AlignedWeight, LowBitLinear):
-    """A linear layer that multiplies as the sampler does and learns as a plain one."""
-
-
-class _AlignedTogether(LowBitTogether, AlignedCodes):
-    @override
-    def holds(self, device: torch.device) -> bool:
-        return self.layers[0].backward_operands == "dequantized" and super().holds(device)
-
-    @property
-    def choice(self) -> KernelChoice | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.layers[0].choice
-
-    @override
-    def compute(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Sequence[Tensor]:
-        return _StraightThrough.apply(x, self, self.sizes, *weights, *biases)  # pyright: ignore
-
-
-class AlignedExpert(AlignedWeight, LowBitExpert):
-    """A matrix of one expert that multiplies as the sampler does and learns as a plain one."""
-
-    @property
-    def groups(self) -> bool:
-        """True for weights alone: a format that quantizes activations has a GEMM of its own."""
-        return not self.format.quantizes_activations
+        high = self.backward_operands == "high_precision"
+        return kept[0] if high else self.format.dequantized_kept(tuple(kept), dtype)
 
 
 class QATAligned(QuantizedPrecision):
@@ -166,10 +142,6 @@ class QATAligned(QuantizedPrecision):
         ConfigError: for an unknown format, activations that the format does not know, or an unknown kernel.
     """
 
-    layer_class = AlignedLinear
-    group_class = _AlignedTogether
-    expert_class = AlignedExpert
-
     def __init__(
         self,
         weights: NumberFormat | str = "int4_group",
@@ -197,9 +169,9 @@ class QATAligned(QuantizedPrecision):
             except ValueError as error:
                 raise ConfigError(str(error)) from None
         super().__init__(format, exclude, autocast)
-        self.choice = KernelChoice(kernel, format)
+        self.arithmetic = Aligned(format, kernel, backward)
+        self.choice = self.arithmetic.choice
         self.fuse: Fuse = fuse
-        self.backward_operands: Backward = backward
         if fuse is True and not isinstance(format, FP8Block):
             raise ConfigError(
                 f"The inputs of {format.name} are not quantized per 1×128, so there is nothing to fuse.",
@@ -217,12 +189,8 @@ class QATAligned(QuantizedPrecision):
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
         super().convert_module(module)
-        layers, device = self.layers(module), device_of(module)
         self.choice.follow(module)
-        tell_emulated("QATAligned", self.format, device)
-        for layer in layers.values():
-            assert isinstance(layer, AlignedWeight)
-            layer.choice, layer.backward_operands = self.choice, self.backward_operands
+        tell_emulated("QATAligned", self.format, device_of(module))
         if isinstance(self.format, FP8Block):
-            quantize_in_passing(network_of(module), AlignedLinear, columns=False, choice=self.fuse)
+            quantize_in_passing(network_of(module), columns=False, choice=self.fuse)
         return module

@@ -15,27 +15,31 @@ from lit_qrl.functional._gradients import added
 from lit_qrl.network.linears import quantizable_layers
 from lit_qrl.precision.base import QuantizedPrecision, device_of, network_of
 from lit_qrl.precision.layers import block_fp8
-from lit_qrl.precision.layers.block_fp8 import Backend, Operand, Weight
-from lit_qrl.precision.layers.low_bit import LowBitCodes, LowBitExpert, LowBitLinear, LowBitWeight
+from lit_qrl.precision.layers.block_fp8 import Backend, Operand
+from lit_qrl.precision.layers.low_bit import Arithmetic, LowBitCodes
 from lit_qrl.precision.layers.one_pass import Fuse, quantize_in_passing
-from lit_qrl.precision.layers.together import LowBitTogether, end_to_end, side_by_side
+from lit_qrl.precision.layers.together import end_to_end, side_by_side
 
 log = logging.getLogger(__name__)
+
+OPERAND = "operand"
+"""Under which codes keep the weight as the products read it."""
 
 
 class _BlockScaled(torch.autograd.Function):
     """Forward, input gradient and weight gradient in block-scaled FP8; the input is kept in FP8 in between."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, held: "UnifiedCodes", sizes: Sequence[int], learns: bool, *own: Any) -> Any:
-        backend, count = held.backend, len(sizes)
+    def forward(ctx: Any, x: Tensor, held: LowBitCodes, sizes: Sequence[int], learns: bool, *own: Any) -> Any:
+        ctx.backend, count = held.arithmetic.backend, len(sizes)  # pyright: ignore[reportAttributeAccessIssue]
+        backend: Backend = ctx.backend
         # The weight's gradient sums over tokens, so the input is kept quantized along them.
         along, across = backend.inputs(x, learns)
         across = across if learns else None
-        weight = held.operand()
+        weight = held.derived(OPERAND, backend.weight)
         out = backend.multiply(along, weight.forward, x.dtype, end_to_end(own[count:], x.dtype))
         held.used()
-        ctx.held, ctx.multiplied = held, None if held.gathered_in is not None else weight
+        ctx.held, ctx.multiplied = held, None if held.arithmetic.gathered_in is not None else weight
         ctx.shape, ctx.own = x.shape, own  # the parameters themselves, whose gradients may be there
         ctx.save_for_backward(*(() if across is None else (across.codes, across.scale)))
         # no view in autograd's eyes: a model may add to it in place, as Llama 4's does
@@ -46,13 +50,13 @@ class _BlockScaled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        flat, backend = side_by_side([grad.reshape(-1, grad.shape[-1]) for grad in grads]), ctx.held.backend
+        flat, backend = side_by_side([grad.reshape(-1, grad.shape[-1]) for grad in grads]), ctx.backend
         count = len(ctx.own) // 2
         needs_weight, needs_bias = (any(ctx.needs_input_grad[4 + i : 4 + i + count]) for i in (0, count))
         along, across = backend.quantize(flat, ctx.needs_input_grad[0], needs_weight)
         grad_x, of_weights, of_biases = None, [None] * count, [None] * count
         if along is not None:
-            weight = ctx.held.operand() if ctx.multiplied is None else ctx.multiplied
+            weight = ctx.held.derived(OPERAND, backend.weight) if ctx.multiplied is None else ctx.multiplied
             grad_x = backend.multiply(along, weight.turned(), flat.dtype)[: flat.shape[0]].view(ctx.shape)
             ctx.held.used()
         if across is not None:
@@ -64,51 +68,18 @@ class _BlockScaled(torch.autograd.Function):
         return grad_x, None, None, None, *of_weights, *of_biases
 
 
-class UnifiedCodes(LowBitCodes):
-    """Codes of which all three GEMMs are made."""
+class Unified(Arithmetic):
+    """All three GEMMs are block-scaled FP8, of one backend."""
 
-    backend: Backend
-
-    def operand(self) -> Weight:
-        """Return the weight as the products read it, made once per version of it."""
-        return self.derived("operand", self.backend.weight)
-
-
-class UnifiedWeight(UnifiedCodes, LowBitWeight):
-    """A weight whose three GEMMs are block-scaled FP8."""
+    def take(self, backend: Backend) -> None:
+        """Multiply by that backend from now on."""
+        self.backend = backend
+        self.joins = self.reads_codes_alone = backend.name == "torch"
 
     @override
-    def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        learns = weight.requires_grad and torch.is_grad_enabled()
-        return _BlockScaled.apply(x, self, (self.out_features,), learns, weight, bias)  # pyright: ignore
-
-
-class UnifiedLinear(UnifiedWeight, LowBitLinear):
-    """A linear layer whose three GEMMs are block-scaled FP8."""
-
-    @property
-    def reads_codes_alone(self) -> bool:
-        """Whether it reads the codes that the operator before leaves with its input, and not the input."""
-        return self.backend.name == "torch"
-
-
-class _UnifiedTogether(LowBitTogether, UnifiedCodes):
-    @property
-    def backend(self) -> Backend:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.layers[0].backend
-
-    @override
-    def holds(self, device: torch.device) -> bool:
-        return self.backend.name == "torch" and super().holds(device)
-
-    @override
-    def compute(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Sequence[Tensor]:
-        learns = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
-        return _BlockScaled.apply(x, self, self.sizes, learns, *weights, *biases)  # pyright: ignore
-
-
-class UnifiedExpert(UnifiedWeight, LowBitExpert):
-    """A matrix of one expert whose three GEMMs are block-scaled FP8."""
+    def multiply(self, x: Tensor, held: LowBitCodes, sizes: Sequence[int], *own: Tensor | None) -> Any:
+        learns = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in own[: len(sizes)])
+        return _BlockScaled.apply(x, held, sizes, learns, *own)
 
 
 class UnifiedFP8(QuantizedPrecision):
@@ -131,10 +102,6 @@ class UnifiedFP8(QuantizedPrecision):
             Engine's own quantizers.
     """
 
-    layer_class = UnifiedLinear
-    group_class = _UnifiedTogether
-    expert_class = UnifiedExpert
-
     def __init__(
         self,
         backend: Literal["auto", "te", "torch", "emulate"] = "auto",
@@ -143,6 +110,7 @@ class UnifiedFP8(QuantizedPrecision):
         fuse: Fuse = "auto",
     ) -> None:
         super().__init__(FP8Block(), exclude, autocast)
+        self.arithmetic = Unified(self.format)
         self._asked = backend
         # `auto` waits for the device.
         self.backend = None if backend == "auto" else block_fp8.backend(backend)
@@ -175,11 +143,9 @@ class UnifiedFP8(QuantizedPrecision):
         assert self.backend is not None
         if self._asked == "auto" and self.backend.name == "emulate":
             tell_emulated("UnifiedFP8", self.format, device)
-        for layer in self.layers(module).values():
-            assert isinstance(layer, UnifiedWeight)
-            layer.backend = self.backend
+        self.arithmetic.take(self.backend)
         if self.fuse is True or self.backend.name == "torch":
-            quantize_in_passing(network_of(module), UnifiedLinear, columns=True, choice=self.fuse)
+            quantize_in_passing(network_of(module), columns=True, choice=self.fuse)
         return module
 
     def _check_shapes(self, layers: dict[str, tuple[int, int]]) -> None:

@@ -128,7 +128,7 @@ class Ledger:
     def record_stack(self, names: Sequence[str | None], stack: Tensor) -> None:
         """Remember the slices of a stack, "slices …", as `record` does each of them; one without a name is left out."""
         found = [name for name in names if name is not None]
-        if self._described.keys() & found or not len(stack):
+        if self._described.keys() & found or len(stack) < 2:
             for name, one in ((name, one) for name, one in zip(names, stack.unbind(), strict=True) if name is not None):
                 self.record(name, one)
             return

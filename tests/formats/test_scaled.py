@@ -44,7 +44,7 @@ def test_codes_of_a_kernel_are_taken_where_there_is_one(name, kernel, monkeypatc
     format, weight = formats.get(name), torch.randn(128, 128)
     plain = format.quantize(weight)
     made = plain.codes.clone(), plain.scales * 2
-    monkeypatch.setattr(dispatch, kernel, lambda given: made)
+    monkeypatch.setattr(dispatch, "fp8_weights", lambda given, asked: made if asked == kernel else None)
     q = format.quantize(weight)
     assert q.codes is made[0]
     assert q.scales is made[1]
@@ -83,15 +83,16 @@ def test_product_and_bias_whoever_multiplies(native, dtype):
     assert out.tolist() == [[[3.0, 7.0]], [[3.0, 23.0]]]
 
 
-@pytest.mark.parametrize(("name", "quantizer"), [("fp8_tensor", "e4m3_whole"), ("fp8_row", "e4m3_tokens")])
-def test_layers_that_read_one_tensor_share_its_codes(name, quantizer, monkeypatch):
-    made, quantize = [], getattr(dispatch, quantizer)
+@pytest.mark.parametrize(("name", "per_token"), [("fp8_tensor", False), ("fp8_row", True)])
+def test_layers_that_read_one_tensor_share_its_codes(name, per_token, monkeypatch):
+    made, quantize = [], dispatch.e4m3_inputs
 
-    def counted(rows):
+    def counted(rows, asked):
+        assert asked is per_token
         made.append(rows)
-        return quantize(rows)
+        return quantize(rows, asked)
 
-    monkeypatch.setattr(dispatch, quantizer, counted)
+    monkeypatch.setattr(dispatch, "e4m3_inputs", counted)
     product = lambda codes, scale, weight, *rest: (codes.float() * scale) @ weight.float().t()  # noqa: E731
     monkeypatch.setattr(gemm, "scaled_mm", product)
     format, x = formats.get(name), torch.randn(2, 3, 32)

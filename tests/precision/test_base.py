@@ -11,14 +11,14 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.formats import numerics
 from lit_qrl.precision import QATAligned
 from lit_qrl.precision.base import check_shapes
-from lit_qrl.precision.layers.low_bit import StepClock
-from lit_qrl.precision.qat import AlignedLinear
+from lit_qrl.precision.layers.low_bit import LowBitLinear
+from lit_qrl.precision.qat import Aligned
 from lit_qrl.precision.source import PublishingPrecision, unchanged
 from tests.precision.toy import LINEARS, configured
 
 
 def aligned(linear, format):
-    return AlignedLinear.from_linear(linear, "layer", format, StepClock())
+    return LowBitLinear.from_linear(linear, "layer", Aligned(format))
 
 
 def test_the_weight_is_quantized_once_per_version(monkeypatch):
@@ -34,8 +34,8 @@ def test_the_weight_is_quantized_once_per_version(monkeypatch):
         layer.weight.mul_(2.0)
     layer(torch.randn(2, 64))
     assert len(calls) == 2
-    layer.weight.data.mul_(2.0)  # unseen by the version counter: this is what the clock of the plugin is for
-    layer.clock.ticks += 1
+    layer.weight.data.mul_(2.0)  # unseen by the version counter: this is what steps are counted for
+    torch.optim.SGD([layer.bias]).step()
     layer(torch.randn(2, 64))
     assert len(calls) == 3
 
@@ -132,3 +132,14 @@ def test_a_smaller_group_that_would_do_is_named_as_it_is_typed(columns, given, r
     assert re.search(remedy, error.value.remedy)
     for typed in re.findall(r"Write (\S+),", error.value.remedy):
         check_shapes(formats.get(typed), layers)
+
+
+def test_a_second_plugin_takes_layers_over_whole():
+    module, tokens = configured(), torch.zeros(1, 4, dtype=torch.long)
+    for format in (formats.get("fp8_row"), formats.get("int4_group", group_size=32)):
+        plugin = QATAligned(format)
+        plugin.convert_module(module)
+        module.policy(tokens)
+        for layer in plugin.layers(module).values():
+            assert layer.arithmetic is plugin.arithmetic
+            assert layer.quantized().format == format

@@ -16,17 +16,25 @@ from lit_qrl.formats.kernels import dispatch
 from lit_qrl.network.quantized_linear import QuantizedLinear
 from lit_qrl.precision import NVFP4LoRA, PackedLoRA, QATAligned, UnifiedFP8
 from lit_qrl.precision.layers import block_fp8
-from lit_qrl.precision.layers.low_bit import StepClock
+from lit_qrl.precision.layers.low_bit import LowBitLinear
 from lit_qrl.precision.layers.packed_linear import moved
 from lit_qrl.precision.packed_lora import PackedLinear
 from lit_qrl.precision.source import unchanged
-from lit_qrl.precision.unified_fp8 import UnifiedLinear
+from lit_qrl.precision.unified_fp8 import Unified
 from tests.formats.oracle import bits, weights
 from tests.precision.toy import LINEARS, Module, Policy, configured
 
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
+
+
+def unified(backend):
+    arithmetic = Unified(FP8Block())
+    arithmetic.take(block_fp8.backend(backend))
+    return arithmetic
+
+
 NATIVE = [FP8Tensor(), FP8Tensor("token"), FP8Row(), FP8Block(), Int8Channel()]
 # A tensor core of SM90 takes 32 FP8 products a step: it shifts them and the running sum to the largest exponent among
 # them and keeps 13 bits below its leading one. After 128 products (without fast accumulation) the sum goes to fp32.
@@ -173,8 +181,7 @@ def test_the_three_gemms_agree_with_their_emulation(name):
     linear = nn.Linear(512, 768).bfloat16()
     layers = {}
     for backend, device in (("emulate", "cpu"), (name, DEVICE)):
-        layer = UnifiedLinear.from_linear(copy.deepcopy(linear).to(device), "layer", FP8Block(), StepClock())
-        layer.backend = block_fp8.backend(backend)
+        layer = LowBitLinear.from_linear(copy.deepcopy(linear).to(device), "layer", unified(backend))
         x = torch.randn(2, 300, 512, generator=torch.Generator().manual_seed(1)).bfloat16()
         x = x.to(device).requires_grad_()
         out = layer(x)
@@ -188,10 +195,8 @@ def test_the_three_gemms_agree_with_their_emulation(name):
 
 
 def test_inputs_are_kept_in_eight_bits_on_the_device():
-    layer = UnifiedLinear.from_linear(
-        nn.Linear(4096, 4096, bias=False, device=DEVICE, dtype=torch.bfloat16), "layer", FP8Block(), StepClock()
-    )
-    layer.backend = block_fp8.backend("torch")
+    plain = nn.Linear(4096, 4096, bias=False, device=DEVICE, dtype=torch.bfloat16)
+    layer = LowBitLinear.from_linear(plain, "layer", unified("torch"))
     x = torch.randn(8192, 4096, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     layer(x)
     before = torch.cuda.memory_allocated()

@@ -8,8 +8,8 @@ from torch import nn
 from lit_qrl import formats
 from lit_qrl.errors import ConfigError
 from lit_qrl.network.stream import weight_stream
-from lit_qrl.precision.layers.low_bit import StepClock
-from lit_qrl.precision.qat import AlignedLinear, QATAligned
+from lit_qrl.precision.layers.low_bit import LowBitLinear
+from lit_qrl.precision.qat import Aligned, QATAligned
 from tests.precision.toy import (
     HIDDEN,
     LINEARS,
@@ -31,8 +31,8 @@ FORMATS = {
 }
 
 
-def aligned(linear, format):
-    return AlignedLinear.from_linear(linear, "layer", format, StepClock())
+def aligned(linear, format, **options):
+    return LowBitLinear.from_linear(linear, "layer", Aligned(format, **options))
 
 
 def plugin(name="int4_group"):
@@ -44,8 +44,7 @@ def plugin(name="int4_group"):
 def test_forward_is_the_format_and_backward_the_plain_layer_in_high_precision(name, dtype):
     torch.manual_seed(0)
     plain = nn.Linear(64, 32).to(dtype)
-    layer = aligned(copy.deepcopy(plain), formats.get(name, **FORMATS[name]))
-    layer.backward_operands = "high_precision"
+    layer = aligned(copy.deepcopy(plain), formats.get(name, **FORMATS[name]), backward="high_precision")
     x = torch.randn(2, 5, 64).to(dtype)
     upstream = torch.randn(2, 5, 32).to(dtype)
     inputs = [x.clone().requires_grad_() for _ in range(2)]
@@ -134,8 +133,7 @@ def test_gradients_are_those_of_the_quantized_product(case, dtype):
 
     found = {}
     for backward in ("dequantized", "high_precision"):
-        layer, own = aligned(copy.deepcopy(plain), format), x.clone().requires_grad_()
-        layer.backward_operands = backward
+        layer, own = aligned(copy.deepcopy(plain), format, backward=backward), x.clone().requires_grad_()
         result = layer(own)
         assert cosine(result, out) > 0.9999
         result.backward(upstream)
@@ -160,8 +158,6 @@ def test_a_whole_networks_gradient_is_that_of_what_it_computes():
         plugin = QATAligned("nvfp4", backward=backward)
         plugin.convert_module(module)
         layers = plugin.layers(module)
-        for layer in layers.values():
-            layer.backward_operands = backward  # of layers that were converted already
         grads[backward] = gradient(module, tokens, target)
     for name, layer in layers.items():
         part, weight = reference.policy.network.get_submodule(name), layer.format.dequantize(layer.quantized())
@@ -190,8 +186,8 @@ def test_nothing_more_is_saved_than_the_input_and_the_weight():
     """What either backward pass keeps between the passes: the layer's own input and the master weight, by address."""
     saved = []
     for backward in ("dequantized", "high_precision"):
-        layer = aligned(nn.Linear(64, 32), formats.get("int4_group", group_size=32, activations="fp8"))
-        layer.backward_operands = backward
+        format = formats.get("int4_group", group_size=32, activations="fp8")
+        layer = aligned(nn.Linear(64, 32), format, backward=backward)
         x = torch.randn(3, 64, requires_grad=True)
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor.data_ptr()), lambda _: None):
             layer(x)
@@ -232,7 +228,7 @@ def test_the_codes_of_the_samplers_own_kernel_are_the_ones_that_are_kept():
         def kept_input(self, x):
             return codes, 2 * scale
 
-    layer.choice = SimpleNamespace(pick=lambda *_: Kernel())
+    layer.arithmetic.choice = SimpleNamespace(pick=lambda *_: Kernel())
     layer(x).sum().backward()
     expected = (2 * scale * codes.float()).sum(0)
     torch.testing.assert_close(layer.weight.grad, expected.expand(32, 256))

@@ -7,16 +7,16 @@ from lit_qrl.formats import FP8Block
 from lit_qrl.formats.kernels import gemm
 from lit_qrl.precision.base import device_of
 from lit_qrl.precision.layers import block_fp8
-from lit_qrl.precision.layers.low_bit import StepClock
-from lit_qrl.precision.unified_fp8 import UnifiedFP8, UnifiedLinear
+from lit_qrl.precision.layers.low_bit import LowBitLinear
+from lit_qrl.precision.unified_fp8 import Unified, UnifiedFP8
 from tests.formats.oracle import rounded_blocks, rounded_groups
 from tests.precision.toy import Module, Policy, configured, trainer
 
 
 def unified(linear):
-    layer = UnifiedLinear.from_linear(linear, "layer", FP8Block(), StepClock())
-    layer.backend = block_fp8.backend("emulate")
-    return layer
+    arithmetic = Unified(FP8Block())
+    arithmetic.take(block_fp8.backend("emulate"))
+    return LowBitLinear.from_linear(linear, "layer", arithmetic)
 
 
 def plugin(**options):

@@ -14,6 +14,8 @@ from lit_qrl.functional._launch import triton_installed
 BLOCK = 128
 TILES = "tiles"
 """The source of what `kept_tiles` keeps."""
+RECIPE = "recipe"
+"""The source of h, rstd and weight of a norm's output weight · (h rstd), which products that read it keep instead."""
 
 
 def available(x: Tensor, kernel: str) -> bool:
@@ -52,17 +54,23 @@ def made_once(x: Tensor, source: str, columns: bool, make: Callable[[bool], tupl
     # neither a tensor under inference mode nor one that is traced counts its writes
     if torch.compiler.is_compiling() or x.is_inference():
         return make(columns)
-    found = getattr(x, _KEPT, None)
-    if found is None or found.source != source or found.version != x._version or (columns and found.across is None):
+    found = kept(x, source)
+    if found is None or (columns and found.across is None):
         found = _Kept(source, x._version, *make(columns))
         setattr(x, _KEPT, found)
     return found.along, found.across
 
 
-def keep(x: Tensor, source: str, along: Any, across: Any) -> None:
-    """Let `made_once` find what the operator before made together with `x`."""
+def keep(x: Tensor, source: str, along: Any, across: Any = None) -> None:
+    """Let `made_once` and `kept` find what the operator before made together with `x`."""
     if not x.is_inference():
         setattr(x, _KEPT, _Kept(source, x._version, along, across))
+
+
+def kept(x: Tensor, source: str) -> _Kept | None:
+    """Return what a source has kept with `x`, or None where it did not, or `x` was written to since."""
+    found: _Kept | None = getattr(x, _KEPT, None)
+    return found if found is not None and (found.source, found.version) == (source, x._version) else None
 
 
 def kept_tiles(x: Tensor, columns: bool) -> tuple[Tile, Tile | None]:
@@ -93,23 +101,13 @@ def e4m3_tiles(x: Tensor, rows: bool, columns: bool) -> tuple[Tile | None, Tile 
     return along, across
 
 
-def e4m3_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return codes "m k" and scales "m 1" of `x` ("m k") as E4M3 with a scale per row."""
+def e4m3_inputs(x: Tensor, per_token: bool) -> tuple[Tensor, Tensor]:
+    """Return codes "m k" of `x` ("m k") as E4M3, and their scales: one per row, "m 1", or one number."""
     if available_for_e4m3(x, "tokens"):
         from lit_qrl.formats.kernels import fp8_triton
 
-        return fp8_triton.e4m3_tokens(x)
-    scale = activations.dynamic_scale(x, -1, E4M3_MAX)
-    return activations.e4m3_codes(x, scale), scale
-
-
-def e4m3_whole(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return codes "m k" and one scale of `x` ("m k") as E4M3."""
-    if available_for_e4m3(x, "tokens"):
-        from lit_qrl.formats.kernels import fp8_triton
-
-        return fp8_triton.e4m3_whole(x)
-    scale = activations.dynamic_scale(x, None, E4M3_MAX)
+        return fp8_triton.e4m3_tokens(x) if per_token else fp8_triton.e4m3_whole(x)
+    scale = activations.dynamic_scale(x, -1 if per_token else None, E4M3_MAX)
     return activations.e4m3_codes(x, scale), scale
 
 
@@ -122,22 +120,13 @@ def transposed(codes: Tensor) -> Tensor:
     return transposed_triton.transposed(codes)
 
 
-def fp8_blocks(weight: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return codes and scales of `FP8Block.quantize` from one kernel, or None where there is none."""
+def fp8_weights(weight: Tensor, kernel: Literal["fp8_blocks", "fp8_rows"]) -> tuple[Tensor, Tensor] | None:
+    """Return codes and scales of `FP8Block` or `FP8Row` from one kernel, or None where there is none."""
     if not available_for_e4m3(weight, "fp8_weights"):
         return None
     from lit_qrl.formats.kernels import fp8_triton
 
-    return fp8_triton.fp8_blocks(weight)
-
-
-def fp8_rows(weight: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return codes and scales of `FP8Row.quantize` from one kernel, or None where there is none."""
-    if not available_for_e4m3(weight, "fp8_weights"):
-        return None
-    from lit_qrl.formats.kernels import fp8_triton
-
-    return fp8_triton.fp8_rows(weight)
+    return getattr(fp8_triton, kernel)(weight)
 
 
 def int4_groups(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor] | None:

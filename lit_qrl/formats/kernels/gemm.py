@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lit_qrl.functional._launch import triton_installed
-
 BLOCK = 128
 MANY = 65
 """Rows from which on vLLM's kernels keep one order: for at most 64 FlashAttention 3 takes other tiles (a sequence's
@@ -152,17 +150,7 @@ def scaled_mm_block(
     scale_b = scale_b if blocks else _column_major(scale_b)
     out = block_product(a, _column_major(scale_a), b, scale_b, dtype, blocks)
     out = out[:rows] if padding else out
-    return out if bias is None else _with_bias(out, bias)
-
-
-def _with_bias(out: Tensor, bias: Tensor) -> Tensor:
-    """Return `out + bias`, written over `out`; torch's own sum of a matrix and a row takes three times as long."""
-    plain = torch.compiler.is_compiling() or not (out.is_cuda and triton_installed("rows"))
-    if plain or out.dtype != bias.dtype or not (out.is_contiguous() and bias.is_contiguous()):
-        return out.add_(bias)
-    from lit_qrl.formats.kernels import rows_triton
-
-    return rows_triton.added_to_each(out, bias)
+    return out if bias is None else out.add_(bias)
 
 
 def block_product(

@@ -36,16 +36,15 @@ def _transposed_kernel(codes, out, rows, columns, SIZE: tl.constexpr, DEEP: tl.c
     tl.store(out + column.to(tl.int64)[:, None] * rows + to[None, :], turned, mask=written)
 
 
-def transposed(codes: Tensor, warps: int = 4) -> Tensor:
+def transposed(codes: Tensor) -> Tensor:
     """Return codes "n k" as "k n".
 
     Args:
         codes: of a dtype of one byte, contiguous.
-        warps: of a program.
     """
     rows, columns = codes.shape
     out = torch.empty((columns, rows), dtype=codes.dtype, device=codes.device)
     grid = pieces(columns, SIZE), pieces(rows, SIZE)
     tensors = codes.view(torch.uint8), out.view(torch.uint8)
-    _transposed_kernel[grid](*tensors, rows, columns, SIZE, DEEP, num_warps=warps)
+    _transposed_kernel[grid](*tensors, rows, columns, SIZE, DEEP, num_warps=4)
     return out

@@ -1,12 +1,11 @@
 """Plain linear layers that read one input and are multiplied together."""
 
-from collections.abc import MutableMapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import override
 
 from lit_qrl.formats.kernels import dispatch
@@ -20,42 +19,17 @@ ALONE = ("o_proj", "down_proj")
 """Layers that no other reads the input of; their gradients too are added up by the product."""
 
 
-class Recipe(NamedTuple):
-    """What a norm's output is made of again, by one pass over memory: its input is kept by the norm in any case."""
-
-    version: int
-    h: Tensor
-    rstd: Tensor
-    weight: Tensor
-
-
-_RECIPES: MutableMapping[Tensor, Recipe] = WeakTensorKeyDictionary()
-"""Of outputs that live."""
-
-
-def keep_recipe(y: Tensor, h: Tensor, rstd: Tensor, weight: Tensor) -> None:
-    """Let products that read a norm's output keep this instead: y = weight · (h rstd).
-
-    Args:
-        y: "... k", 16 bits.
-        h: "... k".
-        rstd: of each row, fp32.
-        weight: " k".
-    """
-    _RECIPES[y] = Recipe(y._version, h.detach(), rstd, weight)
-
-
 class _Joined(torch.autograd.Function):
     """Products of one input; the first layers' weights may be laid one below another for it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sizes: Sequence[int], whole: bool, recipe: Recipe | None, *own: Tensor) -> Any:
+    def forward(ctx: Any, x: Tensor, sizes: Sequence[int], whole: bool, recipe: Any, *own: Tensor) -> Any:
         count, rows = len(sizes), x.reshape(-1, x.shape[-1])
         weights, biases = own[:count], own[count:]
         # the parameters themselves, whose gradients may be there: what is saved may come back as other tensors
         ctx.own, ctx.whole, ctx.shape = own, whole, x.shape
         ctx.again = recipe is not None
-        ctx.save_for_backward(*((rows,) if recipe is None else recipe[1:]), *weights)
+        ctx.save_for_backward(*((rows,) if recipe is None else recipe), *weights)
         shape = x.shape[:-1]
         if whole:
             out = _product(rows, torch.cat(weights), end_to_end(biases, x.dtype)).view(*shape, -1)
@@ -123,10 +97,8 @@ class _Plain(Together):
 
     @override
     def compute(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Sequence[Tensor]:
-        recipe = _RECIPES.get(x)
-        if recipe is not None and recipe.version != x._version:
-            recipe = None
-        return _Joined.apply(x, self.sizes, self.whole, recipe, *weights, *biases)  # pyright: ignore
+        found = dispatch.kept(x, dispatch.RECIPE)
+        return _Joined.apply(x, self.sizes, self.whole, found and found.along, *weights, *biases)  # pyright: ignore
 
 
 class JoinedLinear(nn.Linear):

@@ -7,25 +7,12 @@ import torch
 from peft.tuners.lora.layer import Linear as PEFTLinear
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lit_qrl.network.adapters import merged_tensors
 from lit_qrl.network.autocast import autocast_input
 from lit_qrl.network.names import base_of, is_adapter
+from lit_qrl.precision.layers.low_bit import Steps
 from lit_qrl.precision.layers.packed_linear import PackedLinear
-
-
-class _Steps:
-    """Counts the steps of all optimizers: some write parameters in a way that no version counter sees."""
-
-    taken = 0
-
-    @classmethod
-    def count(cls, *_: Any) -> None:
-        cls.taken += 1
-
-
-register_optimizer_step_post_hook(_Steps.count)
 
 
 class _Down(torch.autograd.Function):
@@ -171,7 +158,7 @@ class LoRALinear(PEFTLinear):
     def _lowered(self, a: Tensor, b: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         if a.dtype == dtype and b.dtype == dtype:
             return a.detach(), b.detach()
-        key = (dtype, a._version, a.data_ptr(), b._version, b.data_ptr(), _Steps.taken)
+        key = (dtype, a._version, a.data_ptr(), b._version, b.data_ptr(), Steps.taken)
         if self._low is None or self._low[0] != key:
             with torch.inference_mode(False), torch.no_grad():
                 self._low = (key, (a.detach().to(dtype), b.detach().to(dtype)))

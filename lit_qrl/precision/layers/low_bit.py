@@ -1,11 +1,12 @@
 """Weights of the learner that are also held in a number format: linear layers, and experts in a stack."""
 
-from collections.abc import Callable, Mapping
-from copy import deepcopy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from typing_extensions import override
 
 from lit_qrl.formats.base import NumberFormat, PreparedWeight, QuantizedWeight
@@ -16,26 +17,72 @@ from lit_qrl.network.linears import fused_groups
 from lit_qrl.network.stream import Finite, quantize_named
 
 
-class StepClock:
-    """Counts optimizer steps, so that a cached weight cannot outlive an update that no version counter saw."""
+class Steps:
+    """Counts the steps of all optimizers: some write parameters in a way that no version counter sees."""
 
-    def __init__(self) -> None:
-        self.ticks, self.finite = 0, Finite("holds NaN or inf and cannot be quantized.")
+    taken = 0
+
+    @classmethod
+    def count(cls, *_: Any) -> None:
+        """Count one more, as a hook of the optimizers."""
+        cls.taken += 1
+
+
+register_optimizer_step_post_hook(Steps.count)
+
+
+class Arithmetic(ABC):
+    """How all layers of a plugin multiply in its format, forth and back.
+
+    Args:
+        format: of the weights.
+    """
+
+    gathered_in: torch.dtype | None = None
+    """Dtype of weights while their layers compute, where each process holds a part of them in between; else None."""
+    groups = False
+    """True where a product is that of the input and the prepared operand, which one grouped GEMM can have of all."""
+    joins = True
+    """True where layers that read one input may be multiplied as one weight."""
+    reads_codes_alone = False
+    """True where layers read the codes that the operator before leaves with their input, and not the input."""
+
+    def __init__(self, format: NumberFormat) -> None:
+        self.format = format
+        self.finite = Finite("holds NaN or inf and cannot be quantized.")
+
+    @abstractmethod
+    def multiply(self, x: Tensor, held: "LowBitCodes", sizes: Sequence[int], *own: Tensor | None) -> Any:
+        """Return `x @ W.T + b` as the codes have it, with gradients: "... in" -> "... out", or one for each layer.
+
+        Args:
+            x: in the dtype that is multiplied in.
+            held: the codes.
+            sizes: rows of each layer.
+            *own: the learner's own weights, through which their gradients flow, then their biases " out", or None.
+        """
+
+    def backward_weight(self, held: "LowBitCodes", weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return what the output's gradient is multiplied by for that of the input."""
+        raise NotImplementedError
 
 
 class LowBitCodes:
     """Codes that follow a weight of the learner, and what products make of them: both anew after each update.
 
-    Subclasses say whose codes they are, and how they are multiplied.
+    Subclasses say whose codes they are.
     """
 
     layer_name: str
-    format: NumberFormat
+    arithmetic: Arithmetic
     out_features: int
     in_features: int
-    gathered_in: torch.dtype | None = None
-    """Dtype of the weight while its layer computes, where each process holds a part of it in between; else None."""
     _prepared: dict[Any, Any]
+
+    @property
+    def format(self) -> NumberFormat:
+        """The number format."""
+        return self.arithmetic.format
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -65,37 +112,37 @@ class LowBitCodes:
 class LowBitWeight(LowBitCodes):
     """A weight of the learner that is also held in a number format.
 
-    What is derived from it is no buffer, so a checkpoint of the plain model fits. Subclasses say where the weight is,
-    and how the low-bit one is used.
+    What is derived from it is no buffer, so a checkpoint of the plain model fits. Subclasses say where the weight is.
     """
 
-    clock: StepClock
     weight: Any
     siblings: tuple["LowBitWeight", ...]
+    together: Any = None
+    """The `Together` of the layers that read the same input, where their product is one."""
     _cached: tuple[Any, QuantizedWeight] | None
     _amax: tuple[Any, Tensor] | None
 
-    def begin(self, name: str, format: NumberFormat, clock: StepClock) -> None:
+    def begin(self, name: str, arithmetic: Arithmetic) -> None:
         """Set what every low-bit weight has; it stands alone until it is told its siblings."""
-        self.layer_name, self.format, self.clock = name, format, clock
+        self.layer_name, self.arithmetic = name, arithmetic
         self.siblings = (self,)
         object.__setattr__(self, "_prepared", {})
         self.drop_cache()
 
-    def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return `x @ W.T + b` as the low-bit weight has it, with gradients: "... in" -> "... out".
+    def take(self, arithmetic: Arithmetic) -> None:
+        """Multiply by that arithmetic from now on."""
+        if self.arithmetic is not arithmetic:
+            self.arithmetic, self.together = arithmetic, None
+            self.drop_cache()
 
-        Args:
-            x: in the dtype that is multiplied in.
-            weight: the learner's own, through which its gradient flows.
-            bias: " out", or None.
-        """
-        raise NotImplementedError
+    def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return `x @ W.T + b` as the low-bit weight has it, with gradients; the arguments are those of `multiply`."""
+        return self.arithmetic.multiply(x, self, (self.out_features,), weight, bias)
 
     def _weight_version(self) -> tuple[int, int, int]:
         # Optimizers and checkpoints write in place, which raises the version; a replaced tensor has another address.
         weight = self.weight
-        return weight._version, weight.data_ptr(), self.clock.ticks
+        return weight._version, weight.data_ptr(), Steps.taken
 
     @override
     def quantized(self) -> QuantizedWeight:
@@ -104,7 +151,7 @@ class LowBitWeight(LowBitCodes):
         if self._cached is None or self._cached[0] != key:
             # not an inference tensor, even when a validation comes first: the next training step reuses it
             # weights of a GPU are found not to be finite before the next step or publish: the host need not wait here
-            with torch.inference_mode(False), torch.no_grad(), self.clock.finite.of(self.layer_name):
+            with torch.inference_mode(False), torch.no_grad(), self.arithmetic.finite.of(self.layer_name):
                 shared = torch.stack([part._own_amax() for part in self.siblings]).amax() if shares else None
                 self._cached = (key, quantize_named(self.format, self.layer_name, self.weight, shared))
             self._prepared.clear()
@@ -118,7 +165,7 @@ class LowBitWeight(LowBitCodes):
 
     @override
     def used(self) -> None:
-        if self.gathered_in is not None:  # beside the parts nothing whole stays
+        if self.arithmetic.gathered_in is not None:  # beside the parts nothing whole stays
             self.drop_cache()
             for part in self.siblings:
                 part._amax = None
@@ -145,16 +192,14 @@ class LowBitLinear(LowBitWeight, nn.Linear):
     """A linear layer with a low-bit weight; parameters keep their names, shapes and dtypes."""
 
     is_swapped = True
-    together: Any = None
-    """The `Together` of the layers that read the same input, where their product is one."""
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, name: str, format: NumberFormat, clock: StepClock) -> "LowBitLinear":
+    def from_linear(cls, linear: nn.Linear, name: str, arithmetic: Arithmetic) -> "LowBitLinear":
         """Return the layer that takes the place of `linear` and owns its parameters."""
         layer = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
         layer.weight, layer.bias = linear.weight, linear.bias
         layer.train(linear.training)
-        layer.begin(name, format, clock)
+        layer.begin(name, arithmetic)
         return layer
 
     def forward(self, input: Tensor) -> Tensor:
@@ -169,24 +214,9 @@ class LowBitLinear(LowBitWeight, nn.Linear):
         self.drop_cache()
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "LowBitLinear":
-        copied = self.__class__.__new__(self.__class__)
-        memo[id(self)] = copied
-        copied.__dict__.update({key: deepcopy(value, memo) for key, value in self.__getstate__().items()})
-        return copied
-
 
 class LowBitExpert(LowBitWeight):
     """One matrix of one expert: a slice of the stack that the learner trains."""
-
-    @property
-    def groups(self) -> bool:
-        """True where the product is that of `x` and the prepared operand, which one grouped GEMM can have of all."""
-        return False
-
-    def backward_weight(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return what the output's gradient is multiplied by for that of the input."""
-        raise NotImplementedError
 
     def __init__(self, stack: "LowBitExperts", matrix: str, expert: int, leaf: int, shape: tuple[int, int]) -> None:
         self._stack, self._where = stack, (matrix, expert, leaf)
@@ -206,16 +236,12 @@ class LowBitExperts(nn.Module):
     Args:
         stack: how they lie.
         plain: the family's own module.
-        kind: of the weights.
-        format: their number format.
-        clock: the plugin's.
+        arithmetic: the plugin's.
     """
 
     is_swapped = True
 
-    def __init__(
-        self, stack: ExpertStack, plain: nn.Module, kind: type[LowBitExpert], format: NumberFormat, clock: StepClock
-    ) -> None:
+    def __init__(self, stack: ExpertStack, plain: nn.Module, arithmetic: Arithmetic) -> None:
         super().__init__()
         self.stack = stack
         self._parameters.update(plain._parameters)
@@ -226,8 +252,8 @@ class LowBitExperts(nn.Module):
         for matrix in stack.parts:
             each = len(stack.parts[matrix])
             for index, (name, shape) in enumerate(stack.layers(matrix).items()):
-                weight = kind(self, matrix, index // each, index % each, shape)
-                weight.begin(name, format, clock)
+                weight = LowBitExpert(self, matrix, index // each, index % each, shape)
+                weight.begin(name, arithmetic)
                 self.weights[name] = weight
         introduce_siblings(self.weights)
         self.train(plain.training)
@@ -235,8 +261,8 @@ class LowBitExperts(nn.Module):
     def forward(self, hidden_states: Tensor, chosen: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
         """Return what the experts make of their tokens; the arguments are those of `routed`."""
         stack, x = self.stack, autocast_input(hidden_states)
-        alike = next(iter(self.weights.values()))
-        if chosen is not None and weights is not None and len(x) and alike.groups and can_group(stack, x):
+        how = next(iter(self.weights.values())).arithmetic
+        if chosen is not None and weights is not None and len(x) and how.groups and can_group(stack, x):
             return grouped_output(stack, self, self._multiply_all, x, chosen, weights).to(hidden_states.dtype)
         held = {matrix: self.get_parameter(matrix).unbind(0) for matrix in stack.parts}
 
@@ -262,7 +288,7 @@ class LowBitExperts(nn.Module):
 
             def backward(held: Any = held, own: Tensor = own) -> Tensor:
                 pairs = zip(held, own.unbind(0), strict=True)
-                return torch.stack([one.backward_weight(part, rows.dtype) for one, part in pairs])
+                return torch.stack([one.arithmetic.backward_weight(one, part, rows.dtype) for one, part in pairs])
 
             made.append(grouped_product(rows, ends, operand, weight, backward))
         return made

@@ -17,7 +17,8 @@ from lit_qrl.formats.kernels import dispatch, gemm
 from lit_qrl.functional._gradients import added, weight_gradients
 from lit_qrl.network.invariant import one_by_one
 from lit_qrl.network.structure import FINAL_NORM, GATED_MLP, NORM_READERS, RMS_NORMS, SILU
-from lit_qrl.precision.layers.joined_linear import JoinedLinear, keep_recipe
+from lit_qrl.precision.layers.joined_linear import JoinedLinear
+from lit_qrl.precision.layers.low_bit import LowBitLinear
 from lit_qrl.precision.layers.rotary import rotate_in_one_pass
 
 log = logging.getLogger(__name__)
@@ -113,7 +114,7 @@ class OnePassRMSNorm(nn.Module):
         if self.codes:
             dispatch.keep(y, dispatch.TILES, *made)
         elif torch.is_grad_enabled():
-            keep_recipe(y, h, made[0], self.weight)
+            dispatch.keep(y, dispatch.RECIPE, (h.detach(), made[0], self.weight))
         return (y, h) if both else y
 
     def extra_repr(self) -> str:
@@ -211,7 +212,7 @@ class OnePassGatedMLP(nn.Module):
     def _by_codes_alone(self, x: Tensor) -> bool:
         """Return whether `down` reads nothing of its input but the codes, and nobody else does."""
         down, device = self.down_proj, x.device.type
-        if not (self.codes and self.columns and getattr(down, "reads_codes_alone", False)):
+        if not (self.codes and self.columns and isinstance(down, LowBitLinear) and down.arithmetic.reads_codes_alone):
             return False
         if down._forward_hooks or down._forward_pre_hooks:
             return False
@@ -228,15 +229,14 @@ class OnePassGatedMLP(nn.Module):
         return hidden
 
 
-def quantize_in_passing(network: nn.Module, readers: type[nn.Module], columns: bool, choice: Fuse = True) -> list[str]:
+def quantize_in_passing(network: nn.Module, columns: bool, choice: Fuse = True) -> list[str]:
     """Replace norms and gated MLPs before quantized layers in place, and return the names of those.
 
     A second call changes nothing. Parameters keep their names.
 
     Args:
         network: of decoder layers as in Llama, Mistral, Qwen2 and Qwen3.
-        readers: the class of the linear layers that read the codes.
-        columns: whether those need the transpose too.
+        columns: whether the low-bit layers that read the codes need the transpose too.
         choice: True insists; `auto` does nothing on a host without the kernels, or to blocks that are not known.
 
     Raises:
@@ -247,7 +247,7 @@ def quantize_in_passing(network: nn.Module, readers: type[nn.Module], columns: b
     names = []
     for name, layer in list(network.named_modules()):
         for child, reader in {**NORM_READERS, "mlp": "mlp.down_proj"}.items():
-            if isinstance(_at(layer, reader), readers) and _takes_one_pass(layer, child, columns, codes=True):
+            if isinstance(_at(layer, reader), LowBitLinear) and _takes_one_pass(layer, child, columns, codes=True):
                 names.append(f"{name}.{child}")
     log.debug("%d norms and MLPs quantize what they hand on: %s.", len(names), ", ".join(names[:3]) or "none is known")
     if not names and choice is True:

@@ -51,26 +51,19 @@ def rotate_in_one_pass(network: nn.Module) -> list[str]:
 def _one_pass(plain: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
     @wraps(plain)
     def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-        known = unsqueeze_dim == 1 and _in_kernel(q, k, cos, sin)
-        if known and _single(q, cos) and _single(k, cos):
-            alone: list[Any] = [_Rotate.apply(x.squeeze(2), cos[:, 0], sin[:, 0]) for x in (q, k)]
-            return alone[0][:, :, None], alone[1][:, :, None]
-        if not known or not _flat(q, cos) or not _flat(k, cos):
+        if unsqueeze_dim != 1 or not _in_kernel(q, k, cos, sin) or not (_flat(q, cos) and _flat(k, cos)):
             return plain(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
-        turned: list[Any] = [_Rotate.apply(x.squeeze(0).transpose(0, 1), cos[0], sin[0]) for x in (q, k)]
-        return turned[0].transpose(0, 1)[None], turned[1].transpose(0, 1)[None]
+        turns = cos.flatten(0, 1), sin.flatten(0, 1)
+        turned: list[Any] = [_Rotate.apply(x.transpose(1, 2).flatten(0, 1), *turns) for x in (q, k)]
+        made = [x.unflatten(0, cos.shape[:2]).transpose(1, 2) for x in turned]
+        return made[0], made[1]
 
     return rotated
 
 
 def _flat(x: Tensor, cos: Tensor) -> bool:
-    """Return whether `x` is "1 heads n dim" and every dimension of it is turned."""
-    return x.ndim == 4 and cos.shape == (1, x.shape[2], x.shape[3]) and len(x) == 1 and x.shape[3] % 2 == 0
-
-
-def _single(x: Tensor, cos: Tensor) -> bool:
-    """Return whether `x` is "b heads 1 dim" with a turn of its own for each row, and every dimension is turned."""
-    return x.ndim == 4 and cos.shape == (len(x), 1, x.shape[3]) and x.shape[2] == 1 and x.shape[3] % 2 == 0
+    """Return whether `x` is "b heads n dim", of one row or of one token each, and every dimension of it is turned."""
+    return x.ndim == 4 and cos.shape == (len(x), *x.shape[2:]) and 1 in cos.shape[:2] and x.shape[3] % 2 == 0
 
 
 def _in_kernel(*tensors: Tensor) -> bool:

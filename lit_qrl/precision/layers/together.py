@@ -80,7 +80,7 @@ class LowBitTogether(Together, LowBitCodes):
 
     def __init__(self, layers: Sequence[LowBitLinear]) -> None:
         super().__init__(layers)
-        self.layer_name, self.format = layers[0].layer_name, layers[0].format
+        self.layer_name, self.arithmetic = layers[0].layer_name, layers[0].arithmetic
         self.out_features, self.in_features = sum(self.sizes), layers[0].in_features
         self._joined: tuple[tuple[Any, ...], QuantizedWeight] | None = None
         self._prepared = {}
@@ -107,7 +107,7 @@ class LowBitTogether(Together, LowBitCodes):
 
         Weights that are gathered for one pass are multiplied one by one.
         """
-        if self.layers[0].gathered_in is not None or not isinstance(self.format, Scaled):
+        if self.arithmetic.gathered_in is not None or not self.arithmetic.joins or not isinstance(self.format, Scaled):
             return False
         return dispatch.triton_installed("together") and self.format.has_gemm(device, self.shape)
 
@@ -125,6 +125,10 @@ class LowBitTogether(Together, LowBitCodes):
                     q.codes, q.scales = part, scale
             self._joined = tuple(made), QuantizedWeight(codes, scales, None, self.format, self.shape)
         return self._joined[1]
+
+    @override
+    def compute(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Sequence[Tensor]:
+        return self.arithmetic.multiply(x, self, self.sizes, *weights, *biases)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_joined": None, "_prepared": {}}

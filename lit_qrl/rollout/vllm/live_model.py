@@ -23,13 +23,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import one_hot
 
 from lit_qrl.errors import listed
 from lit_qrl.formats import support
 from lit_qrl.network.linears import transposed_layers
 from lit_qrl.network.names import checkpoint_name, stored
 from lit_qrl.network.structure import computed_buffers
-from lit_qrl.receipts.checksum import Checksums, slice_of, slices
+from lit_qrl.receipts.checksum import Checksums, slices
 from lit_qrl.receipts.ledger import (
     Constants,
     Fault,
@@ -41,7 +42,6 @@ from lit_qrl.receipts.ledger import (
 )
 from lit_qrl.rollout.vllm.locations import (
     DESCRIPTIVE,
-    WIDENED,
     ExpertPlace,
     Naming,
     Place,
@@ -57,7 +57,7 @@ from lit_qrl.rollout.vllm.locations import (
     tensors_of,
     whole_experts,
 )
-from lit_qrl.rollout.vllm.parallel import own_part, unit_vectors
+from lit_qrl.rollout.vllm.parallel import own_part
 from lit_qrl.rollout.vllm.upkeep import forget_kernels, pack_again, without_adapters
 
 
@@ -226,7 +226,9 @@ class LiveModel:
                 # Of "experts.0.up_proj.weight", which the hub has in place of a stack, the module that holds them all.
                 self._opaque += [name, *(f"{key.rsplit('.', 3)[0]}." for key in list(handed)[:1] if len(handed) > 1)]
                 ledger.record(name, self.own_part(name, tensor))
-                if place is None or not note_computed(self._computed, name, place, tensor):
+                if place is not None and computing_loader(getattr(place.module, place.attribute, None)) is not None:
+                    self._computed[name] = place, tensor.clone()
+                else:
                     ledger.unread.append(name)
             elif name in self.sent or place.attribute in DESCRIPTIVE:
                 ledger.record(name, self.own_part(name, tensor))
@@ -422,10 +424,12 @@ class LiveModel:
     @torch.no_grad()
     def _columns(self, module: nn.Module, columns: Sequence[int]) -> Tensor | None:
         method: Any = getattr(module, "quant_method", None)
-        device = next((t.device for t in tensors_of(module).values()), torch.device("cpu"))
-        units = unit_vectors(module, columns, self.config.model_config.dtype, device)
-        if method is None or units is None:
+        names = ("input_size_per_partition", "input_size", "embedding_dim")
+        size = next((int(found) for name in names if (found := getattr(module, name, None))), None)
+        if method is None or size is None:
             return None
+        device = next((t.device for t in tensors_of(module).values()), torch.device("cpu"))
+        units = one_hot(torch.tensor(list(columns), device=device), size).to(self.config.model_config.dtype)
         with self._inside():
             return method.apply(module, units, None).t()
 
@@ -467,14 +471,15 @@ def learn(sent: Sent, receipts: Mapping[str, TensorReceipt]) -> Routes | None:
     for name, place in places.items():
         members.setdefault(place.module_name, set()).add(name)
     views: dict[str, Tensor] = {}
-    sums, narrower = Checksums(), Narrower()
+    ledger = ReceivedLedger(-1)
+    collector = ReceiptCollector(sent, ledger)
     for names in members.values():
         module = places[next(iter(names))].module
         found = _views({name: sent[name] for name in names}, module) if _reads_its_tensors(module) else {}
         views |= found
-        for name, view in found.items():
-            sums.add(name, narrower.of(name, view, sent[name][2]))
-    same = {name: name in receipts and receipts[name].checksum == value for name, (value, _) in sums.finish().items()}
+        collector.take(list(found), memory_of(module))
+    held = ledger.receipts()
+    same = {name: name in receipts and receipts[name].checksum == one.checksum for name, one in held.items()}
     proven = {
         name for names in members.values() if all(same.get(name) for name in names) for name in names
     }  # a module is copied as a whole or not at all
@@ -495,26 +500,23 @@ def _reads_its_tensors(module: nn.Module) -> bool:
     return bool(support.names_where(lambda row: kind in row.vllm_copied and device in row.vllm_copied_on))
 
 
+def memory_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return a module's tensors that lie in one piece, as they lie: turned where the module has them turned."""
+    own = {**vars(module), **tensors_of(module)}
+    held = {name: one.data for name, one in own.items() if isinstance(one, Tensor) and one.numel()}
+    laid = {name: one.t() if one.ndim == 2 and not one.is_contiguous() else one for name, one in held.items()}
+    return {name: one for name, one in laid.items() if one.is_contiguous()}
+
+
 def _views(sent: Sent, module: nn.Module) -> dict[str, Tensor]:
     """Return the module's memory of each tensor sent; nothing unless they make up all that it holds."""
-
-    def memory(attribute: str) -> Tensor | None:
-        live = getattr(module, attribute, None)
-        if live is None or live.numel() == 0:
-            return None
-        turned = live.data.t() if live.ndim == 2 and not live.is_contiguous() else live.data
-        return turned if turned.is_contiguous() else None
-
     found: dict[str, Tensor | None] = {}
-    for place, experts in by_stack(sent, sent):
-        held = memory(place.attribute)
-        every = None if held is None else place.cut_all(held, sent[next(iter(experts.values()))][1])
+    memory = memory_of(module)
+    for place, members in by_stack(sent, sent):
+        held = memory.get(place.attribute)
+        every = None if held is None else place.cut_all(held, sent[next(iter(members.values()))][1])
         parts = () if every is None else slices(every)
-        found |= {name: parts[number] if number < len(parts) else None for number, name in experts.items()}
-    for name, (place, shape, _) in sent.items():
-        if not isinstance(place, ExpertPlace):
-            held = memory(place.attribute)
-            found[name] = None if held is None else place.cut(held, shape)
+        found |= {name: parts[number] if number < len(parts) else None for number, name in members.items()}
     filled: Counter[str] = Counter()
     for name, view in found.items():
         attribute = sent[name][0].attribute
@@ -580,7 +582,7 @@ class DirectLoad:
     def __init__(self, live: "LiveModel", routes: Routes, collector: "ReceiptCollector") -> None:
         self.live, self.routes, self.collector, self.ledger = live, routes, collector, collector.ledger
         self._waiting: dict[str, dict[str, Tensor]] = {}
-        self._copied: list[str] = []
+        self._copied: dict[nn.Module, list[str]] = {}
 
     def take(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         """Load each module when all of its tensors are there."""
@@ -589,9 +591,14 @@ class DirectLoad:
 
     def finish(self) -> list[Fault]:
         """Take the receipts of what was copied, and return a fault for each module that stayed incomplete."""
-        for name in self._copied:
-            self.collector.note(name, self.routes.views[name])
-        return [self._incomplete(module_name, group) for module_name, group in self._waiting.items()]
+        for module, names in self._copied.items():
+            self.collector.take(names, memory_of(module))
+        faults = []
+        for module_name, group in self._waiting.items():
+            places = [self.routes.places[name] for name in group]
+            came = ", ".join(sorted({place.attribute for place in places}))
+            faults.append(incomplete(module_name, lacking(places), came))
+        return faults
 
     def _take(self, name: str, tensor: Tensor) -> None:
         sent, place = self.live.sent, self.routes.places.get(name)
@@ -623,40 +630,28 @@ class DirectLoad:
             view = self.routes.views[name]
             if view.shape == tensor.shape:
                 pairs.append((view, tensor))
-                self._copied.append(name)
+                self._copied.setdefault(module, []).append(name)
             else:
                 self.ledger.faults.append(Fault("shape", name, f"the engine's has {tuple(view.shape)}"))
         copy_all(pairs)
 
     def _fill(self, group: dict[str, Tensor]) -> None:
         """Write the tensors into the module's parameters; one that does not fit gets no receipt but a fault."""
-        stacks, places = by_stack(group, self.live.sent), self.routes.places
-        held = {place.attribute: place for place in (places[name] for name in group)}
-        parameters = {name: getattr(place.module, name).data for name, place in held.items()}
+        stacks = by_stack(group, self.live.sent)
+        parameters = {place.attribute: getattr(place.module, place.attribute).data for place, _ in stacks}
         coming: Counter[str] = Counter()
-        for place, experts in stacks:
-            coming[place.attribute] += len(experts) * group[next(iter(experts.values()))].numel()
+        for name, tensor in group.items():
+            coming[self.routes.places[name].attribute] += tensor.numel()
         for attribute, numbers in coming.items():
             if numbers < parameters[attribute].numel():  # of padding, which some kernels multiply, too
                 parameters[attribute].zero_()
-        for place, experts in stacks:
-            every = place.cut_all(parameters[place.attribute], group[next(iter(experts.values()))].shape)
-            if every is not None:
+        for place, members in stacks:
+            parameter, first = parameters[place.attribute], group[next(iter(members.values()))]
+            if not isinstance(place, ExpertPlace):
+                place.write(parameter, first)
+            elif (every := place.cut_all(parameter, first.shape)) is not None:
                 parts = slices(every)
-                copy_all((parts[expert], group[name]) for expert, name in experts.items() if expert < len(parts))
-        for name, tensor in group.items():
-            place = places[name]
-            if isinstance(place, ExpertPlace):
-                continue
-            parameter = parameters[place.attribute]
-            if hasattr(place.module, "num_embeddings_padded"):
-                parameter[tensor.shape[0] :].zero_()  # as vLLM's loader does
-            place.write(parameter, tensor)
-
-    def _incomplete(self, module_name: str, group: dict[str, Tensor]) -> Fault:
-        places = [self.routes.places[name] for name in group]
-        came = ", ".join(sorted({place.attribute for place in places}))
-        return incomplete(module_name, lacking(places), came)
+                copy_all((parts[number], group[name]) for number, name in members.items() if number < len(parts))
 
 
 def incomplete(module_name: str, left: list[str], came: str) -> Fault:
@@ -775,118 +770,62 @@ class ReceiptCollector:
 
     def __init__(self, sent: Sent, ledger: ReceivedLedger) -> None:
         self.sent, self.ledger = sent, ledger
-        self._narrower = Narrower()
-
-    def note(self, name: str, held: Tensor) -> None:
-        """Take the receipt of what a module holds of a tensor."""
-        cut = self._narrower.of(name, held, self.sent[name][2])
-        self._check_dtype([name], cut.dtype)
-        self.ledger.record(name, cut)
+        self._lost: list[tuple[list[str | None], Tensor]] = []
 
     def take(self, names: list[str], tensors: Mapping[str, Tensor]) -> None:
-        """Take the receipts of what one module holds, before it is repacked.
+        """Take the receipts of what one module holds as it was sent.
 
         Args:
             names: of the checkpoint's tensors.
             tensors: the module's own, by attribute.
         """
         unfit: list[str] = []
-        for place, experts in by_stack(names, self.sent):
-            _, shape, dtype = self.sent[next(iter(experts.values()))]
-            tensor = tensors.get(place.attribute)
-            every = None if tensor is None else place.cut_all(tensor.detach(), shape)
-            if every is None or max(experts) >= len(every):
-                unfit += experts.values()
-                continue
-            numbered = [experts.get(number) for number in range(len(every))]
-            cut = self._narrower.of_stack(numbered, every, dtype)
-            self._check_dtype(list(experts.values()), cut.dtype)
-            self.ledger.record_stack(numbered, cut)
-        for name in names:
-            place, shape, _ = self.sent[name]
-            if isinstance(place, ExpertPlace):
-                continue
+        for place, members in by_stack(names, self.sent):
+            _, shape, dtype = self.sent[next(iter(members.values()))]
             tensor = tensors.get(place.attribute)
             if tensor is not None:
                 place.spread(tensor, shape)
-            cut = None if tensor is None else place.cut(tensor, shape)
-            if cut is None:
-                unfit.append(name)
-            else:
-                self.note(name, cut)
+            every = None if tensor is None else place.cut_all(tensor.detach(), shape)
+            if every is None or max(members) >= len(every):
+                unfit += members.values()
+                continue
+            numbered = [members.get(number) for number in range(len(every))]
+            cut = narrowed(every, dtype)
+            if cut is not every:
+                self._lost.append((numbered, (cut.to(every.dtype) != every).reshape(len(every), -1).any(1)))
+            if cut.dtype != dtype:
+                cast = f"it came as {str(dtype).removeprefix('torch.')} and was cast"
+                self.ledger.faults += [Fault("dtype", name, cast) for name in members.values()]
+            self.ledger.record_stack(numbered, cut)
         detail = "its slice of the engine's parameter does not fit"
         self.ledger.faults += [Fault("shape", name, detail) for name in unfit]
 
-    def _check_dtype(self, names: list[str], held: torch.dtype) -> None:
-        if (dtype := self.sent[names[0]][2]) != held:
-            detail = f"it came as {str(dtype).removeprefix('torch.')} and was cast"
-            self.ledger.faults += [Fault("dtype", name, detail) for name in names]
-
     def check_digits(self) -> None:
-        """Add a fault for each tensor whose module holds more than the dtype can that was sent."""
+        """Add a fault for each tensor whose module holds more than the dtype can that was sent; wait for the device."""
+        names = [name for names, _ in self._lost for name in names]
+        wrong = torch.cat([one for _, one in self._lost]).tolist() if self._lost else []
+        lost = [name for name, bad in zip(names, wrong, strict=True) if bad and name is not None]
         detail = "it has digits that the sent dtype cannot hold"
-        self.ledger.faults += [Fault("different", name, detail) for name in self._narrower.lost()]
+        self.ledger.faults += [Fault("different", name, detail) for name in lost]
 
 
-def by_stack(names: Iterable[str], sent: Sent) -> list[tuple[ExpertPlace, dict[int, str]]]:
-    """Return the experts' matrices among some names by the stack that they lie in side by side: one place, and by the
-    number of its expert the name of each.
+def by_stack(names: Iterable[str], sent: Sent) -> list[tuple[Place, dict[int, str]]]:
+    """Return names by the stack that their tensors lie in side by side: one place, and by its number the name of each.
+
+    Experts' matrices are numbered as their experts; any other tensor is a stack of one.
 
     Args:
         names: of the checkpoint's tensors.
         sent: their places, shapes and dtypes.
     """
-    found: dict[tuple[Any, ...], tuple[ExpertPlace, dict[int, str]]] = {}
+    found: dict[Any, tuple[Place, dict[int, str]]] = {}
     for name in names:
         place, shape, dtype = sent[name]
+        key, number = name, 0
         if isinstance(place, ExpertPlace):
-            key = place.attribute, place.part % place.beside, shape, dtype
-            if key not in found:
-                found[key] = place, {}
-            found[key][1][place.expert] = name
+            key, number = (place.attribute, place.part % place.beside, shape, dtype), place.expert
+        found.setdefault(key, (place, {}))[1][number] = name
     return list(found.values())
-
-
-class Narrower:
-    """Returns what `narrowed` does, of whole stacks at once (`receipts.slices`), and knows what lost digits."""
-
-    def __init__(self) -> None:
-        self._stacks: dict[tuple[int, torch.dtype], tuple[Tensor, tuple[Tensor, ...], list[str | None]]] = {}
-        self._lost: list[tuple[list[str | None], Tensor]] = []
-
-    def of(self, name: str, held: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return a tensor that the engine holds in the dtype that was sent.
-
-        Args:
-            name: of the checkpoint.
-            held: by the engine; where it is a slice, the others of its stack are final too.
-            dtype: that was sent.
-        """
-        if (dtype, held.dtype) not in WIDENED:
-            return held
-        found = slice_of(held)
-        if found is None:
-            return self.of_stack([name], held.unsqueeze(0), dtype)[0]
-        key = id(found.stack), dtype
-        if key not in self._stacks:
-            names: list[str | None] = [None] * len(found.stack)
-            self._stacks[key] = found.stack, slices(self.of_stack(names, found.stack, dtype)), names
-        _, parts, names = self._stacks[key]
-        names[found.index] = name
-        return parts[found.index]
-
-    def of_stack(self, names: list[str | None], stack: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return a stack in the dtype that its slices were sent in; `names` are theirs, None where nothing came."""
-        cut = narrowed(stack, dtype)
-        if cut is not stack:
-            self._lost.append((names, (cut.to(stack.dtype) != stack).reshape(len(stack), -1).any(1)))
-        return cut
-
-    def lost(self) -> list[str]:
-        """Return the names of tensors with digits that the sent dtype cannot hold; the host waits for the device."""
-        names = [name for names, _ in self._lost for name in names]
-        wrong = torch.cat([one for _, one in self._lost]).tolist() if self._lost else []
-        return [name for name, bad in zip(names, wrong, strict=True) if bad and name is not None]
 
 
 COLUMNS = 8
@@ -942,27 +881,12 @@ def stale_derived(
     return _derived_faults(wrong)
 
 
-def note_computed(sent: dict[str, tuple[Place, Tensor]], name: str, place: Place, tensor: Tensor) -> bool:
-    """Keep what comes for a parameter whose loader computes what it keeps; return False for any other.
-
-    Args:
-        sent: where it is kept, for `other`.
-        name: in the checkpoint.
-        place: of the tensor.
-        tensor: that comes.
-    """
-    if computing_loader(getattr(place.module, place.attribute, None)) is None:
-        return False
-    sent[name] = place, tensor.clone()
-    return True
-
-
 @torch.no_grad()
 def wrongly_computed(sent: dict[str, tuple[Place, Tensor]]) -> list[Fault]:
     """Return a fault for each parameter that is not what its loader makes of what was sent, and forget that.
 
     Args:
-        sent: place and tensor by name, as `note` kept them.
+        sent: place and tensor by name.
     """
     wrong: list[tuple[str, Tensor]] = []
     for name, (place, tensor) in sent.items():

@@ -127,6 +127,11 @@ class Place:
             tensor = tensor[: shape[0]]  # vLLM pads the vocabulary, or holds one number for each logical width
         return tensor.reshape(tuple(shape)) if tensor.numel() == math.prod(shape) else None
 
+    def cut_all(self, tensor: Tensor, shape: Sequence[int]) -> Tensor | None:
+        """Return that slice as a stack of one; None if it does not fit."""
+        cut = self.cut(tensor, shape)
+        return None if cut is None else cut.unsqueeze(0)
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertPlace(Place):

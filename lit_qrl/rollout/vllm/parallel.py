@@ -7,7 +7,6 @@ part, and all of them must be asked the same in the same order.
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, distributed, nn
 
 from lit_qrl.errors import ConfigError, listed
@@ -181,21 +180,3 @@ def shown(progress: Progress | None, own: slice, prompts: int) -> Progress | Non
         return progress
     part = (own.stop - own.start) / prompts
     return lambda done, tokens: progress(int(done * part), int(tokens * part))
-
-
-def unit_vectors(module: Any, columns: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor | None:
-    """Return vectors that a layer's kernel multiplies to show those columns of this process's part; None for no layer.
-
-    Args:
-        module: of vLLM.
-        columns: of the part.
-        dtype: of activations.
-        device: for them.
-    """
-    sizes = ("input_size_per_partition", "input_size", "embedding_dim")
-    size = next((int(found) for name in sizes if (found := getattr(module, name, None))), None)
-    if size is None:
-        return None
-    units = torch.zeros(len(columns), size, dtype=dtype, device=device)
-    units[torch.arange(len(columns)), torch.tensor(list(columns))] = 1.0
-    return units

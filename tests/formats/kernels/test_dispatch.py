@@ -36,8 +36,7 @@ def test_only_what_was_asked_for_is_made():
 def test_without_a_gpu_there_is_no_kernel():
     weight = torch.randn(8, 128)
     if not weight.is_cuda:
-        assert dispatch.fp8_blocks(weight) is None
-        assert dispatch.fp8_rows(weight) is None
+        assert dispatch.fp8_weights(weight, "fp8_rows") is None
         assert dispatch.int4_groups(weight, 32) is None
         assert not dispatch.available(weight, "values")
 
@@ -50,18 +49,17 @@ def test_kernels_of_e4m3_need_a_gpu_that_knows_it(capability, known, monkeypatch
     assert dispatch.available(weight, "values")
     assert dispatch.available_for_e4m3(weight, "tiles") is known
     if not known:  # Triton would not compile them
-        assert dispatch.fp8_blocks(weight) is None
-        assert dispatch.fp8_rows(weight) is None
+        assert dispatch.fp8_weights(weight, "fp8_rows") is None
         scales = torch.ones(8, 2).to(torch.float8_e4m3fn)
         assert dispatch.packed_values(weight, scales, 16, "FP4", (4, 4), torch.bfloat16) is None
 
 
 def test_tokens_and_whole():
     x = torch.randn(4, 128)
-    codes, scale = dispatch.e4m3_tokens(x)
+    codes, scale = dispatch.e4m3_inputs(x, per_token=True)
     assert torch.equal(scale, x.abs().amax(dim=1, keepdim=True) / 448)
     assert torch.equal(codes.float(), activations.e4m3_rounded(x, scale))
-    codes, scale = dispatch.e4m3_whole(x)
+    codes, scale = dispatch.e4m3_inputs(x, per_token=False)
     assert scale == x.abs().max() / 448
     assert codes.float().abs().max() == 448
 

@@ -21,19 +21,6 @@ def compare(device):
             torch.testing.assert_close(made[:3], torch.stack(exact).to(dtype), atol=1e-6, rtol=2**-7)
             assert torch.equal(made[3:], x[[7, 4]])
             assert torch.equal(made[1], x[1])
-    index = torch.tensor([0, 1, 2, 1, 3, 0], device=device)  # the last is padding
-    gathered = torch.tensor([0, 3, 2, 4], device=device)
-    for shape in ((4, 2, 40), (4, 3, 1024)):
-        for dtype in (torch.bfloat16, torch.float32):
-            x = torch.randn(shape).to(dtype)
-            made = rows_triton.returned(x.to(device), index, gathered).cpu()
-            assert torch.equal(made, x.new_zeros(6, *shape[1:]).index_copy_(0, gathered.cpu(), x))
-    for shape in ((3, 40), (2, 5000), (1, 2048)):
-        for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            x, row = torch.randn(shape).to(dtype), torch.randn(shape[1]).to(dtype)
-            given = x.clone().to(device)
-            assert rows_triton.added_to_each(given, row.to(device)) is given
-            assert torch.equal(given.cpu(), x + row)
 
 
 @pytest.mark.vllm  # which brings Triton

@@ -14,8 +14,8 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.formats.kernels import dispatch, gemm
 from lit_qrl.precision import QATAligned, UnifiedFP8
 from lit_qrl.precision.layers import one_pass
+from lit_qrl.precision.layers.low_bit import LowBitLinear
 from lit_qrl.precision.layers.one_pass import OnePassGatedMLP, OnePassRMSNorm, take_one_pass
-from lit_qrl.precision.unified_fp8 import UnifiedLinear
 from tests.precision.toy import LINEARS, network
 
 SIZES = {
@@ -138,8 +138,8 @@ def test_codes_of_the_kernel_are_those_that_the_layers_multiply(kind, kernels, m
         inputs, quantize = block_fp8.Torch.inputs, block_fp8.Torch.quantize
 
     for layer in model.modules():
-        if isinstance(layer, UnifiedLinear):
-            layer.backend = Backend()
+        if isinstance(layer, LowBitLinear):
+            layer.arithmetic.take(Backend())
     quantized = []
     original = dispatch.e4m3_tiles
     monkeypatch.setattr(dispatch, "e4m3_tiles", lambda *a: quantized.append(1) or original(*a))
@@ -163,7 +163,7 @@ def test_what_somebody_else_reads_is_written(kernels):
     mlp = model.model.layers[0].mlp
     gate, up = torch.randn(2, 128), torch.randn(2, 128)
     assert not mlp._by_codes_alone(gate)  # the emulation reads the input itself
-    mlp.down_proj.backend = SimpleNamespace(name="torch")
+    mlp.down_proj.arithmetic.take(SimpleNamespace(name="torch"))
     assert mlp._by_codes_alone(gate)
     assert mlp.hidden(gate, up, read=False).isnan().all()
     assert torch.equal(mlp.hidden(gate, up), F.silu(gate) * up)

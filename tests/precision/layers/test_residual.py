@@ -3,6 +3,7 @@ import copy
 import pytest
 import torch
 
+from lit_qrl.formats.kernels import dispatch
 from lit_qrl.network.hidden import recomputation
 from lit_qrl.network.padding_free import enable_padding_free
 from lit_qrl.precision.layers import joined_linear
@@ -77,8 +78,9 @@ def test_products_keep_what_a_norm_s_output_is_made_of_instead_of_it(monkeypatch
     outputs = []
     hooks = [m.register_forward_hook(lambda m, a, out: outputs.append(out[0])) for m in norms_of(model)]
     model(input_ids=TOKENS, use_cache=False)
+    assert dispatch.kept(outputs[0], dispatch.RECIPE) is not None
     outputs[0].mul_(1.0)  # written to: it is what is read, not what it was made of
-    assert joined_linear._RECIPES[outputs[0]].version != outputs[0]._version
+    assert dispatch.kept(outputs[0], dispatch.RECIPE) is None
     for hook in hooks:
         hook.remove()
 

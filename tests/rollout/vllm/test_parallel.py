@@ -12,7 +12,7 @@ from lit_qrl.rollout.engine import Learners, SamplerSpec
 from lit_qrl.rollout.vllm.client import RemoteVLLMEngine
 from lit_qrl.rollout.vllm.engine import VLLMEngine
 from lit_qrl.rollout.vllm.locations import Place
-from lit_qrl.rollout.vllm.parallel import check, check_model, joined, own_part, unit_vectors
+from lit_qrl.rollout.vllm.parallel import check, check_model, joined, own_part
 from tests.networks import build_network
 from tests.routes import build_mixture
 
@@ -172,10 +172,3 @@ def _joined(rank, meeting):
     with pytest.raises(RuntimeError, match="ask for different things"):
         joined([], [], f"of {rank}", everyone)
     distributed.destroy_process_group()
-
-
-def test_unit_vectors_are_as_long_as_what_this_process_multiplies():
-    module = SimpleNamespace(input_size=8, input_size_per_partition=4)
-    expected = torch.tensor([[0.0, 1, 0, 0], [0, 0, 0, 1]])
-    assert torch.equal(unit_vectors(module, [1, 3], torch.float32, torch.device("cpu")), expected)
-    assert unit_vectors(SimpleNamespace(), [0], torch.float32, torch.device("cpu")) is None
