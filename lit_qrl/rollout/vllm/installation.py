@@ -125,13 +125,13 @@ def check_plugin(device: str) -> None:
     """
     asked = os.environ.get("VLLM_PLUGINS")
     installed = next((one for one in entry_points(group="vllm.general_plugins") if one.name == PLUGIN), None)
-    why = "not installed" if installed is None else "VLLM_PLUGINS leaves it out"
+    why, level = "not installed" if installed is None else "VLLM_PLUGINS leaves it out", logging.INFO
     if installed is not None and (asked is None or PLUGIN in asked.split(",")):
         try:
             installed.load()
             return
         except ImportError as error:  # which vLLM would log and go on without
-            why = f"one of another version of lit-qrl is installed: {error}"
+            why, level = f"one of another version of lit-qrl is installed: {error}", logging.WARNING
     if device == "cpu":
         raise ConfigError(
             "vLLM's CPU build needs the plug-in: INT8, latent attention and adapters would be wrong silently.",
@@ -139,7 +139,7 @@ def check_plugin(device: str) -> None:
             given=why,
             remedy=f"Install {PACKAGE} (`pip install packages/vllm_fast` in a checkout), or use TransformersEngine.",
         )
-    log.info("%s (%s) would make vLLM decode and publish faster.", PACKAGE, why)
+    log.log(level, "%s (%s) would make vLLM decode and publish faster.", PACKAGE, why)
 
 
 def check_routes(user: str) -> None:

@@ -57,6 +57,7 @@ def test_on_a_cpu_the_plug_in_is_asked_for_and_on_a_gpu_it_is_not(names, asked, 
     with caplog.at_level("INFO", "lit_qrl"):
         installation.check_plugin("cuda")
     assert [missing in line for line in caplog.messages] == ([] if missing is None else [True])
+    assert {one.levelname for one in caplog.records} <= {"WARNING" if "old" in names else "INFO"}
     if missing is None:
         installation.check_plugin("cpu")
     else:
