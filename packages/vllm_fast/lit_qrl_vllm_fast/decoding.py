@@ -254,7 +254,8 @@ CHANGES = (
     Patch(
         "sampled_logprobs",
         "three arrays are cut for the log-prob of each drawn token, and each is gone through as if it held many",
-        "0.7 ms of the host in a step of 128 requests, of which the GPU takes four for a small or quantized model",
+        "0.7 ms of the host in a step of 128 requests, of which the GPU takes four for a small or quantized model; to "
+        "another process 9.4 µs a token, with it 2.3",
         {_SLICE: of_one_word, _UPDATE: appended, _DECODE: of_a_number},
         sources={_SLICE: ("9ea7a1b0",), _UPDATE: ("87a0d597",), _APPEND: ("8d86ea5d",), _DECODE: ("9b822770",)},
     ),
