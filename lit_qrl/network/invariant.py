@@ -261,6 +261,10 @@ def _matmul(input: Tensor, other: Tensor) -> Tensor:
     raise unknown("a product of two activations")
 
 
+def _addmm_(input: Tensor, mat1: Tensor, mat2: Tensor, *, alpha: float = 1.0) -> Tensor:
+    return input.add_(invariant_linear(mat1, (mat2 * alpha).t()))
+
+
 def _grouped(input: Tensor, weight: Tensor, offs: Tensor, bias: None = None, out_dtype: None = None) -> Tensor:
     """Return the rows of each expert times its matrix of "experts in out"; they lie in order, up to the ends `offs`."""
     counts = offs.diff(prepend=offs.new_zeros(1)).tolist()
@@ -299,6 +303,7 @@ KERNELS: Mapping[Any, Callable[..., Tensor]] = {
     Tensor.__matmul__: _matmul,
     torch.mm: _matmul,
     Tensor.mm: _matmul,
+    Tensor.addmm_: _addmm_,
     torch._grouped_mm: _grouped,
     F.scaled_dot_product_attention: _attention,
     **{getattr(F, name): _by_pieces(getattr(F, name)) for name in ("silu", "gelu", "softplus", "mish")},
@@ -379,11 +384,6 @@ def batch_invariant(enabled: bool, product: Product | None = None) -> AbstractCo
 def one_by_one() -> bool:
     """Return whether operations must be those of the plain modules now, since a sampler computes them so."""
     return bool(BatchInvariant.entered) and not BatchInvariant.entered[-1].fused
-
-
-def engine_multiplies() -> bool:
-    """Return whether products with weights are an engine's own now."""
-    return bool(BatchInvariant.entered) and BatchInvariant.entered[-1].fused
 
 
 def as_entered() -> AbstractContextManager[object]:

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from lit_qrl.errors import nearest
 from lit_qrl.formats.base import NumberFormat
+from lit_qrl.network.autocast import autocast_input
 from lit_qrl.network.expert_list import ExpertList
 from lit_qrl.network.experts import ExpertStack, expert_stacks
 from lit_qrl.network.names import kept_in_fp32
@@ -241,7 +242,10 @@ class Loader:
 
 
 class LowRankTerm:
-    """A forward hook that adds `x Aᵀ Bᵀ · scale` to a linear layer's output, as PEFT's unmerged layer computes it.
+    """A forward hook that adds `x Aᵀ Bᵀ · scale` to a linear layer's output, as the learner's layer does.
+
+    Factors are lowered to an input of 16 bits, and the product that makes the term adds it. In fp32 PEFT's formula is
+    computed, which differs by the order of additions.
 
     Args:
         a: "rank in".
@@ -255,12 +259,16 @@ class LowRankTerm:
 
     def __call__(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         """Return the layer's output with the term added, in the output's dtype."""
-        x = args[0]
-        dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else self.a.dtype
+        x = autocast_input(args[0])
+        dtype = x.dtype if x.element_size() < self.a.element_size() else self.a.dtype
         if dtype not in self._factors:
             self._factors[dtype] = self.a.to(dtype), self.b.to(dtype)
         a, b = self._factors[dtype]
-        return (output + F.linear(F.linear(x.to(dtype), a), b) * self.scale).to(output.dtype)
+        down = F.linear(x.to(dtype), a)
+        if output.dtype != dtype or dtype == torch.float32:
+            return (output + F.linear(down, b) * self.scale).to(output.dtype)
+        output.view(-1, len(b)).addmm_(down.view(-1, len(a)), b.t(), alpha=self.scale)
+        return output
 
 
 class EmbeddedAdapter:

@@ -250,7 +250,9 @@ def term_in_one_order(original: Callable[..., None]) -> Callable[..., None]:
         from lit_qrl.precision.vllm_kernels import exact  # which brings transformers
 
         # q, k and v, or gate and up, read the same rows: a column of a product has the same bits beside any others
-        downs = exact.product(x, torch.cat([one[0, 0] for one in a]), None).split([one.shape[-2] for one in a], dim=-1)
+        factors = [one[0, 0] for one in a]
+        whole = torch.cat(factors) if len(factors) > 1 else factors[0]
+        downs = exact.product(x, whole, None).split([len(one) for one in factors], dim=-1)
         for part, down, up in zip(y.split(list(sizes), dim=-1), downs, b, strict=True):
             part.add_(exact.product(down, up[0, 0], None))
 

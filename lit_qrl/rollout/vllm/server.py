@@ -40,9 +40,16 @@ code = child.wait()
 os._exit(code if code >= 0 else 128 - code)
 """
 """A program that starts another, and ends it with whoever started this one, however that ends."""
-NEEDED = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+SERVES = "LIT_QRL_SERVES"
+"""Set where front and engine are of one server of ours, so that both have the plug-in."""
+NEEDED = {
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    "VLLM_USE_RUST_FRONTEND": "0",
+    SERVES: "1",
+}
 """Without the first vLLM's server has no routes for weights, before which `guard.KeyGuard` asks for the key. The second
-is 0 where a run's own process has had an engine: log-probs are then kept as objects that go to no other process."""
+is 0 where a run's own process has had an engine; the third is a front that knows neither."""
 NOT_INHERITED = ("VLLM_DIST_IDENT", "VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME", "VLLM_DP_RANK_LOCAL")
 """What an engine in this process leaves in the environment as its own: no two processes may share it."""
 CONNECT = 20.0

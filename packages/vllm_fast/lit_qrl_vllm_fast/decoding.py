@@ -1,5 +1,6 @@
 """What makes a decoding step shorter, of the GPU's work and of the host's beside it."""
 
+import os
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 from lit_qrl.formats.kernels import gemm
 from lit_qrl.rollout.vllm import same_kernels
 from lit_qrl.rollout.vllm.patches import Patch
+from lit_qrl.rollout.vllm.server import SERVES
 
 BLOCK = gemm.BLOCK
 MOST_ROWS, FEW_ROWS = 128, 32
@@ -165,7 +167,12 @@ class One(tuple):
 
 
 def of_one_word(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what gives a request its part of a step's log-probs: `One` where that is the drawn token's alone."""
+    """Return what gives a request its part of a step's log-probs: `One` where that is the drawn token's alone.
+
+    Only where who takes it knows `One`: this process, or the front of a server that a run or `lit-qrl serve` starts.
+    """
+    if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0" and SERVES not in os.environ:
+        return original
 
     def slice_request(self: Any, req_idx: int, num_positions: int) -> Any:
         words, logprobs, ranks, starts = self

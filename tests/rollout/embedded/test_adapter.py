@@ -1,3 +1,5 @@
+import csv
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
@@ -7,11 +9,13 @@ from lit_qrl.formats import get
 from lit_qrl.network.adapters import base_weights, check_separable
 from lit_qrl.network.linears import quantizable_linears
 from lit_qrl.network.stream import weight_stream
+from lit_qrl.precision.packed_lora import NVFP4LoRA
 from lit_qrl.receipts.ledger import PublishError
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.engine import SamplerSpec
 from lit_qrl.types import SamplingParams
 from tests.networks import build_network
+from tests.tiny_run import fit
 
 TOKENS = [[2, 5, 9, 3, 4], [7, 8]]
 Q = "model.layers.0.self_attn.q_proj"
@@ -122,3 +126,21 @@ def test_what_does_not_fit_is_refused_and_the_old_adapter_stays():
 def test_more_than_a_low_rank_term_is_refused(options):
     with pytest.raises(ConfigError, match=next(iter(options))):
         check_separable(LoraConfig(**options))
+
+
+@pytest.mark.parametrize("autocast", [None, "none", "bf16"])
+def test_a_learner_in_bf16_with_factors_in_fp32_agrees_with_its_sampler(autocast, tmp_path):
+    lora = LoraConfig(r=4, lora_alpha=32, target_modules="all-linear", init_lora_weights=False)
+    plugins = {"plugins": [NVFP4LoRA(autocast=autocast)]} if autocast else {"precision": "bf16-true"}
+    _, module, _ = fit(
+        tmp_path,
+        policy={"dtype": "bf16", "lora": lora},
+        format="auto" if autocast else "bf16",
+        publisher={"lora": "adapter"},
+        lr=1e-2,
+        trainer={"max_epochs": 3, **plugins},
+    )
+    factors = {p.dtype for name, p in module.policy.named_parameters() if "lora_" in name}
+    assert factors == {torch.float32}
+    rows = list(csv.DictReader((tmp_path / "run" / "metrics.csv").read_text().splitlines()))
+    assert [float(row["mismatch/abs_log_ratio"]) for row in rows] == pytest.approx([0, 0, 0], abs=1e-5)

@@ -418,3 +418,10 @@ def test_servers_share_no_port_and_nothing_that_an_engine_of_this_process_left(s
     assert places[0] != places[1]
     keys = [next(word for word in words if word.startswith(guard.KEY)) for words in said]
     assert keys[0] != keys[1]
+
+
+def test_weights_in_flight_need_a_server_that_says_which_drew_which_token():
+    engine = RemoteVLLMEngine(devices=["cpu"])
+    engine._says_versions = False
+    with pytest.raises(ConfigError, match=r"does not know or say which weights drew which token.*vLLM 0\.32 or later"):
+        engine.validate(SamplerSpec(in_flight="keep"))

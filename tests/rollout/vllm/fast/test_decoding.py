@@ -229,6 +229,9 @@ def test_requests_have_what_vllm_gives_them(flat, columns, apart, monkeypatch):
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
     cut, update, read = originals()
+    monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
+    assert decoding.of_one_word(cut) is cut  # another's front knows no `One`
+    monkeypatch.setenv(*(("LIT_QRL_SERVES", "1") if apart else ("VLLM_ENABLE_V1_MULTIPROCESSING", "0")))
     monkeypatch.setattr(MsgpackDecoder, "_decode_ndarray", decoding.of_a_number(read))
 
     def sent(part):
@@ -249,7 +252,8 @@ def test_requests_have_what_vllm_gives_them(flat, columns, apart, monkeypatch):
 
 
 @pytest.mark.vllm
-def test_the_arrays_are_vllm_s_where_several_tokens_come_at_once():
+def test_the_arrays_are_vllm_s_where_several_tokens_come_at_once(monkeypatch):
+    monkeypatch.setenv("LIT_QRL_SERVES", "1")
     cut, _, _ = originals()
     ours = decoding.of_one_word(cut)
     several, arrays = tensors(5, 1, [0, 2, 5]).tolists(), tensors(5, 1).tolists()
