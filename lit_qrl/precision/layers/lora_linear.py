@@ -97,7 +97,8 @@ class LoRALinear(PEFTLinear):
     Against PEFT's own forward pass: an input of 16 bits is not raised to the factors' fp32; both factors are lowered to
     its dtype, under autocast or not, once per optimizer step; the low-rank term, scaled and summed in fp32, is added to
     the base's by the product that makes it, and likewise in the gradient of the input. So the low-rank term is rounded
-    once where PEFT rounds it three times (product, scale, sum); in fp32 both differ by the order of additions.
+    once where PEFT rounds it three times (product, scale, sum), and the factors' gradients once to 16 bits; in fp32
+    both differ by the order of additions.
 
     Anything but one plain adapter without dropout (other variants, several adapters, a trained bias, merged or
     disabled adapters) goes PEFT's own way. Names and parameters are PEFT's.
