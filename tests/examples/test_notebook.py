@@ -1,13 +1,13 @@
 import json
 from pathlib import Path
 
-import nbclient
-import nbformat
-
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebook.ipynb"
 
 
 def test_the_notebook_runs_and_shows_its_figures(tmp_path, monkeypatch):
+    import nbclient
+    import nbformat
+
     monkeypatch.setenv("PYTHONPATH", str(NOTEBOOK.parents[1]), prepend=":")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
