@@ -304,7 +304,7 @@ class Audited:
         import torch
 
         from lit_qrl.network.structure import outline_of
-        from lit_qrl.rollout.engine import ChecksModel, SamplerSpec
+        from lit_qrl.rollout.engine import SamplerSpec
 
         truncated = self.sampling.truncated
         if truncated and not self.engine.records_kept:
@@ -323,8 +323,7 @@ class Audited:
         )
         self.policy.batch_invariant = self.engine.batch_invariant
         self.engine.validate(spec)
-        if isinstance(self.engine, ChecksModel):
-            self.engine.check_model(outline_of(self.policy))
+        self.engine.check_model(outline_of(self.policy))
         return spec
 
     def load(self, device: str) -> None:

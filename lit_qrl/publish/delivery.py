@@ -22,20 +22,10 @@ from lit_qrl.receipts.ledger import (
     compare,
     compare_columns,
     compare_receipts,
-    read_receipts,
 )
-from lit_qrl.rollout.engine import HoldsShare, LendsWeights, ReadsBack, ReadsColumns, RolloutEngine, TakesAdapter
+from lit_qrl.rollout.engine import LendsWeights, RolloutEngine, TakesAdapter
 
 Stream = Iterator[tuple[str, Tensor]]
-
-
-@runtime_checkable
-class ReadsReceipts(Protocol):
-    """An engine apart, whose loaded tensors stay where they are when they are read again."""
-
-    def read_receipts(self, names: Sequence[str]) -> dict[str, TensorReceipt]:
-        """Return the receipts of those that its `read_back` has."""
-        ...
 
 
 @runtime_checkable
@@ -82,9 +72,8 @@ class Delivery:
         """
         sampled = {name: shapes[name] for name in choose(list(shapes), max(version, 0))}
         sent = SentLedger(version, format, sampled)
-        share = self.engine.own_part if isinstance(self.engine, HoldsShare) else None
         clock = Clock()
-        made = clock.stream("make", self._made(sent, share, stream))
+        made = clock.stream("make", self._made(sent, stream))
         with clock.part("load"):
             report = self.engine.load_weights(made, format, version)
         report.parts = {"make": clock.seconds["make"], **(report.parts or {"load": clock.seconds["load"]})}
@@ -95,8 +84,8 @@ class Delivery:
         weigh(report, sent, shapes if low else {})
         return report
 
-    def _made(self, sent: SentLedger, share: Any, stream: Stream) -> Stream:
-        yield from sent.watch(self.engine.arranged(stream), share)
+    def _made(self, sent: SentLedger, stream: Stream) -> Stream:
+        yield from sent.watch(self.engine.arranged(stream), self.engine.own_part)
         if isinstance(self.engine, Stages):  # so that nothing of them waits for the engine to stand still
             sent.receipts()
 
@@ -117,14 +106,9 @@ class Delivery:
             faults = compare(sent, report.received, self._receipts.get(kind))
             if whole:
                 self._receipts.clear()
-                if isinstance(self.engine, ReadsColumns):
-                    faults += compare_columns(sent, self.engine.read_columns, exact=sent.format is None)
+                faults += compare_columns(sent, self.engine.read_columns, exact=sent.format is None)
                 names = list(sent.receipts())
-                few = names[:: max(len(names) // 4, 1)]
-                if isinstance(self.engine, ReadsReceipts):
-                    faults += compare_receipts(sent, self.engine.read_receipts(few))
-                elif isinstance(self.engine, ReadsBack):
-                    faults += compare_receipts(sent, read_receipts(self.engine.read_back, few))
+                faults += compare_receipts(sent, self.engine.read_receipts(names[:: max(len(names) // 4, 1)]))
             if faults:
                 raise PublishError(faults, sent.version)
             self._receipts[kind] = sent.receipts()

@@ -31,7 +31,7 @@ from lit_qrl.publish.delivery import AdapterBeside, Delivery, Stages
 from lit_qrl.publish.probe import ScoreCheck
 from lit_qrl.publish.spec import OnHang, PublishSettings, sampler_spec, source_of, trained_source
 from lit_qrl.receipts.ledger import PublishError, PublishReport
-from lit_qrl.rollout.engine import EngineDiedError, Pauses, Sleeps
+from lit_qrl.rollout.engine import EngineDiedError, Pauses
 from lit_qrl.run.event_log import event, tell
 from lit_qrl.run.stop import stop_run, stop_where_short
 from lit_qrl.strategies.colocated import begin_rollout, begin_update
@@ -230,7 +230,7 @@ class Publisher:
         before = seconds["wait"]
         connection = self._connected()
         begin_rollout(self.learner.trainer, engine)
-        if isinstance(engine, Sleeps) and not engine.holds_weights:
+        if not engine.holds_weights:
             connection.forget()
         with staged, within_memory("publishing the weights to the engine", PUBLISH_REMEDY):
             report = self._rollout(connection) if what == "rollout" else self._evaluation(connection)

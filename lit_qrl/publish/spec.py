@@ -25,7 +25,7 @@ from lit_qrl.network.structure import outline_of
 from lit_qrl.policy import CausalPolicy
 from lit_qrl.precision.base import check_layers, check_shapes
 from lit_qrl.precision.source import PublishingPrecision, WeightSource
-from lit_qrl.rollout.engine import ChecksModel, Learners, LendsWeights, RolloutEngine, SamplerSpec, Scores, TakesAdapter
+from lit_qrl.rollout.engine import Learners, LendsWeights, RolloutEngine, SamplerSpec, Scores, TakesAdapter
 from lit_qrl.strategies.colocated import check_phases
 
 log = logging.getLogger(__name__)
@@ -266,8 +266,7 @@ def _check_model(policy: Any, spec: SamplerSpec, engine: RolloutEngine, same: bo
     network = outline_of(policy)
     if spec.format is not None and not isinstance(spec.format, Dense) and not same:
         check_layers(network, spec.format, spec.exclude, "publisher.exclude", spec.quantize_head)
-    if isinstance(engine, ChecksModel):
-        engine.check_model(network)
+    engine.check_model(network)
     if policy.model is None:
         check_fits(network, policy.lora, policy.source)
 

@@ -183,7 +183,9 @@ class SentLedger(Ledger):
         self._parts: dict[str, Tensor] = {}
 
     def watch(
-        self, tensors: Iterator[tuple[str, Tensor]], share: Callable[[str, Tensor], Tensor] | None = None
+        self,
+        tensors: Iterator[tuple[str, Tensor]],
+        share: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor,
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield the stream unchanged; raise `PublishError` for a tensor that is not finite.
 
@@ -200,11 +202,11 @@ class SentLedger(Ledger):
             if layer != module:
                 self._close_module(module)
                 module = layer
-                if share is not None and module in self.sampled:
+                if module in self.sampled:
                     outline = torch.empty(self._shapes[module], device="meta")  # a bias may come before its weight
                     rows, inputs = share(f"{module}.weight", outline).shape
                     self.sampled[module] = rows, inputs
-            held = tensor if share is None else share(name, tensor)
+            held = share(name, tensor)
             self.record(name, held)
             self._refuse_non_finite(wait=False)
             if module in self._wanted and suffix != "bias":

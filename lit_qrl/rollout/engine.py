@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.network.denoising import Estimator
 from lit_qrl.precision.vllm_kernels.borrowed import WeightStore
-from lit_qrl.receipts.ledger import PublishReport
+from lit_qrl.receipts.ledger import PublishReport, TensorReceipt, read_receipts
 from lit_qrl.run.description import Described
 from lit_qrl.types import Completion, RolloutBatch, SamplingParams
 
@@ -160,7 +160,7 @@ class EngineDiedError(RuntimeError):
 
 
 class RolloutEngine(Described, ABC):
-    """Draws completions from the sampler.
+    """Draws completions from the sampler. What has a body here is for engines that can do more to replace.
 
     The data module owns the engine, the publisher feeds it, and `setup` runs once, at the first publish, and again
     after a death. Tensors arrive under their checkpoint names (`model.layers.0.mlp.up_proj.weight`, or
@@ -188,9 +188,14 @@ class RolloutEngine(Described, ABC):
     """True when it draws in a process of its own, so that the learner can update meanwhile."""
     draws_together: bool = False
     """True when processes of the learner are one engine: each must ask when another does, and none is built alone."""
+    sleep_level: int = 0
+    """What `sleep` does: 0 nothing, 1 moves the weights off the device, 2 drops them."""
 
     def validate(self, spec: SamplerSpec) -> None:
         """Raise `ConfigError` for what cannot work on this host; called before any weight is loaded."""
+
+    def check_model(self, network: nn.Module) -> None:
+        """Raise `ConfigError` for an architecture that it does not run; called before any weight is loaded."""
 
     def check_repeatable(self) -> None:
         """Raise `ConfigError` where completions differ from run to run; a deterministic Trainer asks."""
@@ -240,6 +245,31 @@ class RolloutEngine(Described, ABC):
             version: stamped on the completions from now on.
         """
 
+    def own_part(self, name: str, tensor: Tensor) -> Tensor:
+        """Return the part of a sent tensor that this process holds; asked for while a stream is loaded."""
+        return tensor
+
+    def read_back(self, name: str) -> Tensor | None:
+        """Return the loaded tensor of that checkpoint name, or None where it cannot be read as it was sent."""
+
+    def read_receipts(self, names: Sequence[str]) -> dict[str, TensorReceipt]:
+        """Return the receipts of those names that can be read back."""
+        return read_receipts(self.read_back, names)
+
+    def read_columns(self, layer: str, columns: Sequence[int]) -> Tensor | None:
+        """Return columns ("out columns") of a layer's weight as its GEMM multiplies with them, or None if unknown."""
+
+    @property
+    def holds_weights(self) -> bool:
+        """False when a whole publish must come before anything is drawn, as after a sleep that dropped the weights."""
+        return True
+
+    def sleep(self) -> None:
+        """Free the device memory that the learner needs during the update."""
+
+    def wake(self) -> None:
+        """Take the memory back before the next publish."""
+
     def discard(self) -> None:
         """Free what a death left, before `setup` and a publish of all weights: here everything."""
         self.close()
@@ -279,33 +309,6 @@ class TakesAdapter(Protocol):
 
 
 @runtime_checkable
-class ReadsBack(Protocol):
-    """An engine whose loaded tensors can be read again."""
-
-    def read_back(self, name: str) -> Tensor | None:
-        """Return the loaded tensor of that checkpoint name, or None where the engine repacks its layout."""
-        ...
-
-
-@runtime_checkable
-class HoldsShare(Protocol):
-    """An engine that may hold a part of each tensor, beside other processes with the other parts."""
-
-    def own_part(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the part of a sent tensor that this process holds; asked for while a stream is loaded."""
-        ...
-
-
-@runtime_checkable
-class ReadsColumns(Protocol):
-    """An engine whose GEMM can be asked what it multiplies by."""
-
-    def read_columns(self, layer: str, columns: Sequence[int]) -> Tensor | None:
-        """Return columns ("out columns") of a layer's weight as its GEMM multiplies with them, or None if unknown."""
-        ...
-
-
-@runtime_checkable
 class Scores(Protocol):
     """An engine that scores given tokens."""
 
@@ -324,14 +327,6 @@ class Estimates(Protocol):
 
 
 @runtime_checkable
-class ChecksModel(Protocol):
-    """An engine that can say of a model without weights whether it runs it."""
-
-    def check_model(self, network: nn.Module) -> None:
-        """Raise `ConfigError` for an architecture that it does not run; called before any weight is loaded."""
-
-
-@runtime_checkable
 class RecordsRoutes(Protocol):
     """An engine that can say which experts its tokens took."""
 
@@ -341,25 +336,6 @@ class RecordsRoutes(Protocol):
         Args:
             user: what needs them, for the error.
         """
-
-
-@runtime_checkable
-class Sleeps(Protocol):
-    """An engine that gives device memory back while the learner works."""
-
-    sleep_level: int
-    """What `sleep` does: 0 nothing, 1 moves the weights off the device, 2 drops them."""
-
-    @property
-    def holds_weights(self) -> bool:
-        """False when a whole publish must come before anything is drawn, as after a sleep that dropped the weights."""
-        ...
-
-    def sleep(self) -> None:
-        """Free the device memory that the learner needs during the update."""
-
-    def wake(self) -> None:
-        """Take the memory back before the next publish."""
 
 
 @runtime_checkable

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lit_qrl.errors import ConfigError, within_memory
 from lit_qrl.optim.masters import MasterWeights
-from lit_qrl.rollout.engine import RolloutEngine, Sleeps
+from lit_qrl.rollout.engine import RolloutEngine
 from lit_qrl.run.description import Described
 from lit_qrl.run.host_memory import HostMemory
 from lit_qrl.strategies.sharded import check_strategy
@@ -75,8 +75,7 @@ class ColocatedStrategy(Described, SingleDeviceStrategy):
 
     def begin_update(self, engine: RolloutEngine) -> None:
         """Send the engine to sleep, and take the memory back."""
-        if isinstance(engine, Sleeps):
-            engine.sleep()
+        engine.sleep()
         if self.offloaded.away:
             with within_memory("taking the optimizer's state back from the host", _BACK_REMEDY):
                 self.offloaded.to_device(self.optimizers)
@@ -84,7 +83,7 @@ class ColocatedStrategy(Described, SingleDeviceStrategy):
 
 def check_phases(trainer: Trainer, engine: RolloutEngine, every_n_iterations: int) -> None:
     """Raise `ConfigError` when engine, strategy and publisher do not agree on who holds what and sleeps when."""
-    strategy, level = trainer.strategy, engine.sleep_level if isinstance(engine, Sleeps) else 0
+    strategy, level = trainer.strategy, engine.sleep_level
     check_strategy(strategy)
     if isinstance(strategy, ColocatedStrategy):
         if not level and not strategy.offload_optimizer:
@@ -114,8 +113,7 @@ def begin_rollout(trainer: Trainer, engine: RolloutEngine) -> None:
     """Wake an engine that sleeps, where the Trainer's strategy has made room for it."""
     if isinstance(trainer.strategy, ColocatedStrategy):
         trainer.strategy.begin_rollout()
-    if isinstance(engine, Sleeps):
-        engine.wake()
+    engine.wake()
 
 
 def begin_update(trainer: Trainer, module: Any) -> None:

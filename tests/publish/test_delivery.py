@@ -9,12 +9,13 @@ import torch
 from lit_qrl.publish.delivery import Delivery
 from lit_qrl.receipts.clock import NEVER
 from lit_qrl.receipts.ledger import PublishError, PublishReport, ReceivedLedger
+from lit_qrl.rollout.engine import RolloutEngine
 
 NAMES = [f"layers.{i}.up_proj.weight" for i in range(8)]
 SHAPES = {name.removesuffix(".weight"): (2, 8) for name in NAMES}
 
 
-class Keeps:
+class Keeps(RolloutEngine):
     """Holds what it was sent, but for names in `stale`; says nothing beyond the ledger."""
 
     def __init__(self, stale=()):
@@ -28,8 +29,7 @@ class Keeps:
             received.record(name, self.held[name])
         return PublishReport(version=version, seconds=0.0, bytes=received.bytes, layers={}, received=received)
 
-    def arranged(self, tensors):
-        return tensors
+    setup = generate = None
 
     def load_weights(self, tensors, format, version):
         return self._take(tensors, version)

@@ -15,7 +15,7 @@ from lit_qrl.run.event_log import read_jsonl
 from lit_qrl.types import Completion
 from tests.tiny_run import build
 
-PROTOCOLS = ["TakesAdapter", "ReadsBack", "ReadsColumns", "Scores", "Sleeps", "LendsWeights"]
+PROTOCOLS = ["TakesAdapter", "Scores", "LendsWeights"]
 KINDS = [getattr(contract, name) for name in PROTOCOLS]
 METHODS = [
     (kind, name)
@@ -77,7 +77,7 @@ def test_engines_take_what_the_contract_says(engine, kind, name):
     ("engine", "expected"),
     [
         (Smallest(), []),
-        (TransformersEngine(), ["TakesAdapter", "ReadsBack", "Scores"]),
+        (TransformersEngine(), ["TakesAdapter", "Scores"]),
         (VLLMEngine(), PROTOCOLS),
     ],
     ids=lambda value: type(value).__name__,

@@ -3,13 +3,12 @@
 import logging
 import time
 import traceback
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, wraps
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lit_qrl.errors import ConfigError, asked, check_choice, out_of_memory
 from lit_qrl.formats.base import NumberFormat
@@ -148,10 +147,6 @@ class EmbeddedSampler(RolloutEngine):
 
     def validate(self, spec: SamplerSpec) -> None:
         check_sampling(spec.sampling)
-
-    @abstractmethod
-    def check_model(self, network: nn.Module) -> None:
-        """Raise `ConfigError` for an architecture that it does not draw from; called before any weight is loaded."""
 
     def setup(self, spec: SamplerSpec, policy: EnginePolicy) -> None:
         check_sampling(spec.sampling)

@@ -6,7 +6,7 @@ import torch
 from lit_qrl.errors import ConfigError
 from lit_qrl.rollout import DiffusionEngine, TransformersEngine
 from lit_qrl.rollout.embedded.sampler import EmbeddedSampler
-from lit_qrl.rollout.engine import ReadsBack, SamplerSpec, TakesAdapter
+from lit_qrl.rollout.engine import SamplerSpec, TakesAdapter
 from lit_qrl.types import SamplingParams
 from tests.networks import build_denoiser, build_network
 
@@ -18,7 +18,6 @@ def test_plain_weights_are_shared_and_a_change_is_noticed(kind, build):
     network, engine = build(), kind()
     assert isinstance(engine, EmbeddedSampler)
     assert isinstance(engine, TakesAdapter)
-    assert isinstance(engine, ReadsBack)
     engine.setup(SamplerSpec(sampling=SamplingParams(max_tokens=32)), types.SimpleNamespace(network=network))
     with pytest.raises(RuntimeError, match=r"publish to it first.*default_callbacks"):
         _ = engine.network
