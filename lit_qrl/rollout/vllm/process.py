@@ -101,26 +101,6 @@ def _launched(size: int) -> Iterator[None]:
 
 
 @contextmanager
-def others_group_kept(owned: bool) -> Iterator[None]:
-    """Keep torch's default process group inside, which vLLM 0.26 ends with every engine, though a run may have made it.
-
-    Args:
-        owned: the engine made it.
-    """
-    destroy = distributed.destroy_process_group
-
-    def own_alone(group: Any = None) -> None:
-        if group is not None or owned:
-            destroy(group)
-
-    distributed.destroy_process_group = own_alone
-    try:
-        yield
-    finally:
-        distributed.destroy_process_group = destroy
-
-
-@contextmanager
 def kept_process_state(seed: int | None = None) -> Iterator[None]:
     """Restore on exit what an engine changes: global generators, and on CPU `torch.set_num_threads`.
 
@@ -247,17 +227,16 @@ def shutdown(llm: Any, owns_process_group: bool, keep_weights: bool = False) -> 
 
     ((model, storages),) = llm.collective_rpc("held_at_the_end", args=(keep_weights,))
     hold_pools()
-    with others_group_kept(owns_process_group):
-        try:
-            llm.llm_engine.engine_core.shutdown()
-        except Exception as error:  # of an engine that died
-            log.warning("vLLM did not shut down cleanly: %s: %s", type(error).__name__, error)
-        for module in model.modules():  # kept by weak reference, but the watched loaders refer to the model
-            layerwise.LAYERWISE_INFO.pop(module, None)
-        # Its argument is the model, from which the watched loaders lead back to the engine: alone it would never run.
-        finalizer = getattr(llm.llm_engine, "_finalizer", None)
-        if finalizer is not None:
-            finalizer()
+    try:
+        llm.llm_engine.engine_core.shutdown()
+    except Exception as error:  # of an engine that died
+        log.warning("vLLM did not shut down cleanly: %s: %s", type(error).__name__, error)
+    for module in model.modules():  # kept by weak reference, but the watched loaders refer to the model
+        layerwise.LAYERWISE_INFO.pop(module, None)
+    # Its argument is the model, from which the watched loaders lead back to the engine: alone it would never run.
+    finalizer = getattr(llm.llm_engine, "_finalizer", None)
+    if finalizer is not None:
+        finalizer()
     for storage in storages:
         storage.resize_(0)
     forget_graph_pool()

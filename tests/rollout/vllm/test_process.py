@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import distributed
 
-from lit_qrl.rollout.vllm.process import kept_process_state, others_group_kept, own_world, prepare_environment
+from lit_qrl.rollout.vllm.process import kept_process_state, own_world, prepare_environment
 from tests.default_dtype import bf16_default
 
 
@@ -89,18 +89,6 @@ def _alone(rank, meeting):
     distributed.all_reduce(total)
     assert float(total) == 2
     distributed.destroy_process_group()
-
-
-@pytest.mark.parametrize("owned", [False, True])
-def test_an_engine_that_ends_leaves_a_group_that_it_did_not_make(monkeypatch, owned):
-    ended = []
-    monkeypatch.setattr(distributed, "destroy_process_group", lambda group=None: ended.append(group))
-    with others_group_kept(owned):
-        torch.distributed.destroy_process_group("its own")  # as vLLM calls it, of its groups and then of all
-        torch.distributed.destroy_process_group()
-    assert ended == ["its own", *([None] if owned else [])]
-    torch.distributed.destroy_process_group()
-    assert ended[-1] is None
 
 
 def test_an_engine_computes_its_scales_in_fp32_within_a_16_bit_validation_step():
