@@ -14,8 +14,8 @@ LONGEST = 400
 """Characters of vLLM's own words that are shown."""
 CPU_BLOCK = 128
 """Tokens of a block of keys on a CPU, where chunked attention begins and ends with one."""
-DELTA_HEAD = 128
-"""Numbers of a head of linear attention for which vLLM's CPU build is known to have kernels; of 32 it has none."""
+LATENT, DELTA = (512, 64), (128, 128)
+"""Sizes of latent and of linear attention for which it has kernels."""
 
 PAST_RELOAD = {"GptOssForCausalLM": "experts and attention sinks"}
 """Models whose loaders write some tensors into the parameters themselves, which a reload of vLLM's has emptied."""
@@ -90,10 +90,7 @@ def check_model(network: nn.Module, dtype: torch.dtype | None = None) -> None:
     config: Any = network.config
     _check_groups(name, config)
     if not torch.cuda.is_available():
-        _check_latent(name, config)
-        _check_chunks(config)
-        check_head_size(config)
-        _check_linear(name, config, dtype)
+        _check_kernels(network, dtype)
 
 
 def refused_model(network: nn.Module, error: Exception) -> Exception:
@@ -138,114 +135,45 @@ def _check_groups(name: str, config: Any) -> None:
         )
 
 
-def _check_chunks(config: Any) -> None:
-    """Raise `ConfigError` for chunks of attention that end inside a block of keys as vLLM holds them on a CPU."""
-    size = getattr(config, "attention_chunk_size", None)
-    if size and size % CPU_BLOCK and "chunked_attention" in (getattr(config, "layer_types", None) or ()):
-        raise ConfigError(
-            f"vLLM on CPU holds keys in blocks of {CPU_BLOCK} tokens, and chunks of this model's attention end in one.",
-            expected=f"an attention_chunk_size that is a multiple of {CPU_BLOCK}",
-            given=size,
-            remedy="Use TransformersEngine, or a GPU.",
-        )
-
-
-def _check_latent(name: str, config: Any) -> None:
-    registry = import_module("vllm.v1.attention.backends.registry")
-    if latent(config) and "CPU_MLA" not in registry.AttentionBackendEnum.__members__:
-        raise ConfigError(
-            f"The CPU build of this vLLM has no latent attention (MLA), which {name} needs.",
-            expected="vLLM 0.32, or a GPU",
-            remedy="Install it, or use TransformersEngine.",
-        )
-    text = config.get_text_config()
-    if latent(config) and not _attends_latently(text.kv_lora_rank, text.qk_rope_head_dim):
-        raise ConfigError(
-            "vLLM on CPU has no latent attention of this model's size.",
-            expected="kv_lora_rank 512 and qk_rope_head_dim 64, as DeepSeek-V3 has",
-            given=f"{text.kv_lora_rank} and {text.qk_rope_head_dim}",
-            remedy="Use TransformersEngine, or a GPU.",
-        )
-
-
-def _check_linear(name: str, config: Any, dtype: torch.dtype | None) -> None:
-    """Raise `ConfigError` for what vLLM's CPU kernels of linear attention (gated delta rule) do not take."""
-    text = config.get_text_config()
-    size = getattr(text, "linear_key_head_dim", None)
-    if size is None:
-        return
-    if size != DELTA_HEAD or text.linear_value_head_dim != DELTA_HEAD:
-        raise ConfigError(
-            f"vLLM on CPU has no kernel for the linear attention of {name} at this size.",
-            expected=f"linear_key_head_dim and linear_value_head_dim {DELTA_HEAD}, as Qwen3-Next has",
-            given=f"{size} and {text.linear_value_head_dim}",
-            remedy="Use a GPU.",
-        )
-    if dtype not in (None, torch.bfloat16):
-        raise ConfigError(
-            f"vLLM on CPU computes the linear attention of {name} in bf16 alone.",
-            expected="data.engine.dtype: bf16",
-            given=str(dtype).removeprefix("torch."),
-            remedy="Set it, or use a GPU.",
-        )
-
-
-def _attends_latently(latent_size: int, rotated: int) -> bool:
-    """Return True where vLLM's kernel takes keys of that size."""
-    import vllm._custom_ops as ops
-
-    width, block = latent_size + rotated, 16
-    table, length = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
-    try:
-        keys = torch.zeros(1, block, width)
-        ops.mla_decode_kvcache_cpu(torch.empty(1, 1, latent_size), torch.zeros(1, 1, width), keys, 1.0, table, length)
-    except (AttributeError, RuntimeError):
-        return False
-    return True
-
-
-def check_head_size(config: Any) -> None:
-    """Raise `ConfigError` for a size of attention heads that vLLM's CPU attention has no kernel for."""
+def _check_kernels(network: nn.Module, dtype: torch.dtype | None) -> None:
+    """Raise `ConfigError` for attention that the CPU build of vLLM has no kernel for; it would say so as it draws."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    config = config.get_text_config()
-    if getattr(config, "kv_lora_rank", None):  # latent attention, which has a backend of its own
-        return
-    layers = getattr(config, "per_layer_config", None) or [config]  # of Gemma 4, whose layers have two sizes
-    for size in sorted({_head_size(layer) for layer in layers} - {0}):
-        if not CPUAttentionBackend.supports_head_size(size) and not _attends(size):
+    config: Any = network.config
+    text, kinds = config.get_text_config(), getattr(config, "layer_types", None) or ()
+    chunk = getattr(config, "attention_chunk_size", None) if "chunked_attention" in kinds else None
+    compressed = (text.kv_lora_rank, text.qk_rope_head_dim) if latent(config) else LATENT
+    linear = hasattr(text, "linear_key_head_dim")
+    delta = (text.linear_key_head_dim, text.linear_value_head_dim) if linear else DELTA
+    layers = [] if latent(config) else getattr(text, "per_layer_config", None) or [text]  # Gemma 4 has two sizes
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    odd = {_head_size(layer) for layer in layers} - {0, *sizes}
+    for lacks, expected, given in (
+        (chunk and chunk % CPU_BLOCK, f"an attention_chunk_size that is a multiple of {CPU_BLOCK}", chunk),
+        (odd, f"a head size among {listed(map(str, sizes), 99)}", listed(map(str, odd))),
+        (latent(config) and "CPU_MLA" not in AttentionBackendEnum.__members__, "vLLM 0.32", "one without MLA on a CPU"),
+        (
+            compressed != LATENT,
+            "kv_lora_rank and qk_rope_head_dim as DeepSeek-V3 has, {} and {}".format(*LATENT),
+            compressed,
+        ),
+        (
+            delta != DELTA,
+            "linear_key_head_dim and linear_value_head_dim as Qwen3-Next has, {} and {}".format(*DELTA),
+            delta,
+        ),
+        (linear and dtype not in (None, torch.bfloat16), "data.engine.dtype: bf16", dtype),
+    ):
+        if lacks:
             raise ConfigError(
-                "vLLM on CPU has no attention kernel for the size of this model's heads.",
-                expected=f"a head size among {listed(map(str, CPUAttentionBackend.get_supported_head_sizes()), 99)}",
-                given=size,
-                remedy="Use TransformersEngine, or a GPU.",
+                f"vLLM on CPU has no kernel for the attention of this {type(network).__name__}.",
+                expected=expected,
+                given=given,
+                remedy=_or_embedded(network, "Use a GPU"),
             )
 
 
 def _head_size(config: Any) -> int:
     heads = getattr(config, "num_attention_heads", None)
     return getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
-
-
-def _attends(size: int) -> bool:
-    """Return True for a head size that the kernel knows and vLLM's list does not, such as 48 in 0.32."""
-    import vllm._custom_ops as ops
-
-    ends = torch.tensor([0, 1], dtype=torch.int32)
-    try:
-        ops.cpu_attn_get_scheduler_metadata(
-            num_reqs=1,
-            num_heads=1,
-            num_kv_heads=1,
-            head_dim=size,
-            seq_lens=ends[1:],
-            dtype=torch.float32,
-            query_start_loc=ends,
-            causal=True,
-            sliding_window_size=-1,
-            isa="vec16",
-            enable_kv_split=True,
-        )
-    except (AttributeError, RuntimeError, TypeError):
-        return False
-    return True

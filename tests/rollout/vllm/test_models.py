@@ -38,13 +38,11 @@ def test_a_model_whose_loader_writes_past_the_reload_is_named():
 
 @pytest.mark.parametrize("size", [8, 16, 40, 144])
 def test_head_size_that_vllm_has_no_kernel_for_on_cpu_is_named(size):
-    with pytest.raises(ConfigError, match=rf"attention kernel.*head size among 32, 64, 80, .*Given: {size}\. Use Tra"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"attention of this Qwen3.*head size among 32, 64, 80, .*Given: {size}\. Use a GPU, or use Tra",
+    ):
         vllm_models.check_model(build_network(head_dim=size))
-
-
-@pytest.mark.parametrize("size", [32, 48, 64, 128])
-def test_head_sizes_that_work_are_taken(size):
-    vllm_models.check_model(build_network(head_dim=size))  # 48 is not in vLLM's own list
 
 
 def test_head_size_follows_from_the_hidden_size_and_matters_on_cpu_alone(monkeypatch):
@@ -53,11 +51,6 @@ def test_head_size_follows_from_the_hidden_size_and_matters_on_cpu_alone(monkeyp
         vllm_models.check_model(network)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     vllm_models.check_model(network)
-
-
-def test_latent_attention_has_no_such_sizes():
-    config = SimpleNamespace(num_attention_heads=4, hidden_size=64, kv_lora_rank=32)
-    vllm_models.check_head_size(SimpleNamespace(get_text_config=lambda: config))
 
 
 def test_head_size_is_checked_before_the_engine_starts():
@@ -95,23 +88,18 @@ def test_a_norm_that_vllm_computes_by_groups_is_named():
 
 def test_chunks_that_end_inside_a_block_of_keys_are_named():
     family = BY_TYPE["llama4_text"]
-    with pytest.raises(ConfigError, match=r"blocks of 128 tokens.*a multiple of 128\. Given: 16\. Use Transf"):
+    with pytest.raises(ConfigError, match=r"a multiple of 128\. Given: 16\. Use a GPU"):
         vllm_models.check_model(random_network(family))
     aligned = dataclasses.replace(family, options={**family.options, "attention_chunk_size": 256})
     vllm_models.check_model(random_network(aligned))
 
 
-def test_latent_attention_of_another_size_than_the_kernels_is_named(monkeypatch):
+def test_latent_attention_of_another_size_than_the_kernels_is_named():
     family = BY_TYPE["deepseek_v3"]
-    with pytest.raises(ConfigError, match=r"kv_lora_rank 512 and qk_rope_head_dim 64.*Given: 128 and 16\. Use Tra"):
+    with pytest.raises(ConfigError, match=r"as DeepSeek-V3 has, 512 and 64.*Given: \(128, 16\)\. Use a GPU"):
         vllm_models.check_model(random_network(family))
     options = {**family.options, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
-    network = random_network(dataclasses.replace(family, options=options))
-    vllm_models.check_model(network)
-    backends = SimpleNamespace(AttentionBackendEnum=SimpleNamespace(__members__={"CPU_ATTN": 1}))
-    monkeypatch.setattr(vllm_models, "import_module", lambda name: backends)  # as in 0.26
-    with pytest.raises(ConfigError, match=r"no latent attention \(MLA\), which DeepseekV3ForCausalLM needs"):
-        vllm_models.check_model(network)
+    vllm_models.check_model(random_network(dataclasses.replace(family, options=options)))
 
 
 def test_models_with_a_state_are_known_by_their_class():
@@ -135,10 +123,10 @@ def test_what_vllm_says_of_a_first_engine_is_one_paragraph():
 
 
 def test_linear_attention_on_a_cpu_wants_bf16_and_one_size(monkeypatch):
-    with pytest.raises(ConfigError, match=r"linear_value_head_dim 128, as .*Given: 32 and 32\. Use a GPU"):
+    with pytest.raises(ConfigError, match=r"as Qwen3-Next has, 128 and 128\. Given: \(32, 32\)\. Use a GPU\."):
         vllm_models.check_model(random_network(BY_TYPE["qwen3_next"]))
     network = random_network(sized(BY_TYPE["qwen3_next"]))
-    with pytest.raises(ConfigError, match=r"in bf16 alone\. Expected: data\.engine\.dtype: bf16\. Given: float32"):
+    with pytest.raises(ConfigError, match=r"Expected: data\.engine\.dtype: bf16\. Given: torch\.float32"):
         vllm_models.check_model(network, torch.float32)
     vllm_models.check_model(network, torch.bfloat16)
     vllm_models.check_model(build_network(head_dim=32), torch.float32)
