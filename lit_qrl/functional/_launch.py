@@ -21,7 +21,6 @@ KERNELS = [
     "norm",
     "rotary",
     "rows",
-    "step_norm",
     "tiles",
     "together",
     "tokens",

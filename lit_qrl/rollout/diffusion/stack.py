@@ -13,6 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaModel,
 from lit_qrl.formats.kernels import dispatch
 from lit_qrl.network.autocast import autocast_input
 from lit_qrl.network.structure import body
+from lit_qrl.precision.layers.one_pass import OnePassRMSNorm
 from lit_qrl.rollout.embedded.attention import FOLDED
 from lit_qrl.rollout.embedded.cache import SlotCache, SlotLayer
 
@@ -135,26 +136,18 @@ class Stack:
         return _normed(self.inner.norm, delta, residual)[0]
 
 
-def _fused(x: Tensor) -> bool:
-    return dispatch.available(x, "denoising") and x.dtype in (torch.bfloat16, torch.float16)
-
-
 def _normed(norm: Any, delta: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the norm of a sum, and the sum, which may stand where the residual stood."""
-    if _fused(residual) and norm.weight.dtype == residual.dtype:
-        from lit_qrl.rollout import norm_triton
-
-        if residual.shape[-1] <= norm_triton.WIDEST:
-            if delta is None:
-                return norm_triton.norm(residual, None, norm.weight, norm.variance_epsilon), residual
-            return norm_triton.norm(delta.contiguous(), residual, norm.weight, norm.variance_epsilon), residual
+    """Return the norm of a sum, and the sum."""
+    if isinstance(norm, OnePassRMSNorm):
+        return norm(residual, both=True) if delta is None else norm(delta, residual, both=True)
     residual = residual if delta is None else residual + delta
     return norm(residual), residual
 
 
 def _turned(x: Tensor, angles: Angles) -> Tensor:
     """Return queries or keys "b n heads d" under their angles, "b heads n d"; those given may be written over."""
-    if _fused(x) and angles[0].shape[-1] == x.shape[-1]:
+    half = x.dtype in (torch.bfloat16, torch.float16)
+    if half and dispatch.available(x, "denoising") and angles[0].shape[-1] == x.shape[-1]:
         from lit_qrl.formats.kernels import rotary_triton
 
         if x.stride(3) != 1 or x.stride(0) != len(x[0]) * x.stride(1):

@@ -1,10 +1,9 @@
-"""What a decoding step computes otherwise: attention of one new token over a cache in which several query heads share
-each key head, and RMS norms that take one kernel.
+"""What a sampler computes otherwise: attention of one new token over a cache in which several query heads share each
+key head, and norms of queries and keys that take one kernel.
 """
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -65,29 +64,8 @@ AttentionInterface.register(FOLDED, attend_folded)
 AttentionMaskInterface.register(FOLDED, sdpa_mask)
 
 
-class StepNorm(OnePassRMSNorm):
-    """An RMS norm whose mean a decoding step sums in the kernel, in another order; other passes take the plain order.
-
-    Args:
-        norm: the module whose place it takes and whose weight it owns.
-    """
-
-    def __init__(self, norm: nn.Module) -> None:
-        super().__init__(norm, columns=False, codes=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return `weight · x / sqrt(mean x² + ε)`: "b 1 … k" -> "b 1 … k" in a step."""
-        half = x.dtype in (torch.bfloat16, torch.float16) and self.weight.dtype == x.dtype
-        if x.shape[1] == 1 and half and dispatch.available(x, "step_norm") and not torch.is_grad_enabled():
-            from lit_qrl.rollout import norm_triton
-
-            if x.shape[-1] <= norm_triton.WIDEST:
-                return norm_triton.norm(x.contiguous(), None, self.weight, self.variance_epsilon)
-        return super().forward(x)
-
-
-def take_step_norms(network: nn.Module) -> int:
-    """Replace the norms of a sampler in place, those of queries and keys too, and return how many; names stay.
+def take_norms(network: nn.Module) -> int:
+    """Let the norms that are left, those of queries and keys, take one kernel, and return how many; names stay.
 
     Args:
         network: of decoder layers as in Llama, Mistral, Qwen2 and Qwen3; other norms stay as they are.
@@ -95,7 +73,7 @@ def take_step_norms(network: nn.Module) -> int:
     count = 0
     for part in list(network.modules()):
         for child, inner in list(part.named_children()):
-            if type(inner) is OnePassRMSNorm or type(inner).__name__ in RMS_NORMS:
-                setattr(part, child, StepNorm(inner))
+            if type(inner).__name__ in RMS_NORMS:
+                setattr(part, child, OnePassRMSNorm(inner, columns=False, codes=False))
                 count += 1
     return count

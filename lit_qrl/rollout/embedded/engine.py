@@ -16,7 +16,7 @@ from lit_qrl.network.routing import routers
 from lit_qrl.network.structure import ATTENTION_KINDS, PLAIN_ATTENTION, body, cached, cached_numbers, states
 from lit_qrl.precision.layers.one_pass import take_one_pass
 from lit_qrl.receipts.ledger import PublishReport, ReceivedLedger
-from lit_qrl.rollout.embedded.attention import FOLDED, take_step_norms
+from lit_qrl.rollout.embedded.attention import FOLDED, take_norms
 from lit_qrl.rollout.embedded.cache import CacheDtype, CacheScales, HeldRow, ScoringCache, SlotCache
 from lit_qrl.rollout.embedded.decode import Decoder, Drawn, Piece, Random, numbers_of, plan, windowed
 from lit_qrl.rollout.embedded.loading import Modules
@@ -124,7 +124,7 @@ class TransformersEngine(EmbeddedSampler):
             log.info("Rollouts are decoded without CUDA graphs: what each token was drawn among is recorded.")
         if on_gpu:
             take_one_pass(network)
-            take_step_norms(network)
+            take_norms(network)
 
     def loaded(self, modules: Modules) -> None:
         """Check once for each setup that tokens compute alike in every batch, where they have to."""

@@ -5,9 +5,10 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from lit_qrl.rollout.embedded.attention import FOLDED, attend_folded
+from lit_qrl.rollout.embedded.attention import FOLDED, attend_folded, take_norms
 from lit_qrl.rollout.embedded.loading import skeleton
 from tests.families.configs import BY_TYPE
+from tests.networks import build_network
 
 
 @pytest.mark.parametrize(("heads", "key_heads"), [(4, 4), (4, 2), (6, 1)])
@@ -42,3 +43,13 @@ def test_several_new_tokens_are_the_librarys_business():
 def test_falcon_chooses_its_attention_by_a_table_of_its_own(kind, attention):
     network = AutoModelForCausalLM.from_config(BY_TYPE[kind].config())
     assert skeleton(network, torch.device("cpu")).config._attn_implementation == attention
+
+
+def test_every_norm_of_a_network_is_replaced_once_under_its_name():
+    network = build_network()
+    names, tokens = list(network.state_dict()), torch.tensor([[3, 4, 5]])
+    before = network(tokens).logits
+    assert take_norms(network) == 2 * 4 + 1  # two layers, with those of queries and keys
+    assert take_norms(network) == 0
+    assert list(network.state_dict()) == names
+    torch.testing.assert_close(network(tokens).logits, before)
