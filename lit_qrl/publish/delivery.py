@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -23,22 +23,9 @@ from lit_qrl.receipts.ledger import (
     compare_columns,
     compare_receipts,
 )
-from lit_qrl.rollout.engine import LendsWeights, RolloutEngine, TakesAdapter
+from lit_qrl.rollout.engine import LendsWeights, Pauses, RolloutEngine, TakesAdapter
 
 Stream = Iterator[tuple[str, Tensor]]
-
-
-@runtime_checkable
-class Stages(Protocol):
-    """An engine apart that is sent weights while it draws with others."""
-
-    def staged(self, until: Callable[[], None]) -> AbstractContextManager[None]:
-        """Within it the first stream of weights is sent at once, and replaces those of the engine after `until`.
-
-        Args:
-            until: returns when nothing is drawn any more, or raises; called once, after the stream's last tensor.
-        """
-        ...
 
 
 class Delivery:
@@ -86,7 +73,7 @@ class Delivery:
 
     def _made(self, sent: SentLedger, stream: Stream) -> Stream:
         yield from sent.watch(self.engine.arranged(stream), self.engine.own_part)
-        if isinstance(self.engine, Stages):  # so that nothing of them waits for the engine to stand still
+        if isinstance(self.engine, Pauses):  # so that nothing of them waits for the engine to stand still
             sent.receipts()
 
     def part(self, kind: Literal["adapter", "norms"], stream: Stream, version: int) -> PublishReport:

@@ -27,7 +27,7 @@ from lit_qrl.loop.hooks import overrides, rl_callbacks
 from lit_qrl.network.adapters import lost_in_merge
 from lit_qrl.network.shards import is_sharded
 from lit_qrl.precision.source import Change, PublishingPrecision, unchanged
-from lit_qrl.publish.delivery import AdapterBeside, Delivery, Stages
+from lit_qrl.publish.delivery import AdapterBeside, Delivery
 from lit_qrl.publish.probe import ScoreCheck
 from lit_qrl.publish.spec import OnHang, PublishSettings, sampler_spec, source_of, trained_source
 from lit_qrl.receipts.ledger import PublishError, PublishReport
@@ -136,13 +136,8 @@ class Publisher:
 
         An engine that is sent weights meanwhile does so when they are there.
         """
-        holds = self._held == "rollout"
-        flies = self.schedule.in_flight and holds and not self.schedule.failed
-        if self.schedule.drawing and holds and isinstance(self.engine, Stages):
-            self._to_stop = "pause" if flies else "settle"
-        elif flies:
-            with self.learner.iteration.timed("wait"):
-                self._pause()
+        if self.schedule.drawing and self._held == "rollout" and isinstance(self.engine, Pauses):
+            self._to_stop = "pause" if self.schedule.in_flight and not self.schedule.failed else "settle"
         else:
             self._settle()
         whole = False
@@ -166,14 +161,11 @@ class Publisher:
             return
         with self.learner.iteration.timed_apart("wait", "publish"):
             if how == "pause":
-                self._pause()
+                assert isinstance(self.engine, Pauses)
+                self.engine.pause()
+                self._paused = True
             elif (error := self.schedule.settle(self.learner)) is not None:
                 raise _DrawFailedError(error)
-
-    def _pause(self) -> None:
-        assert isinstance(self.engine, Pauses)
-        self.engine.pause()
-        self._paused = True
 
     def _resume(self, whole: bool) -> None:
         """Let an engine go on that stands still, with verified weights; or let what it draws end."""
@@ -224,7 +216,7 @@ class Publisher:
 
     def _once(self, what: Weights) -> PublishReport:
         staged, engine = nullcontext(), self.engine
-        if self._to_stop is not None and isinstance(engine, Stages):
+        if self._to_stop is not None and isinstance(engine, Pauses):
             staged = engine.staged(self._stand_still)
         seconds, start = self.learner.iteration.seconds, time.perf_counter()
         before = seconds["wait"]

@@ -5,6 +5,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -340,7 +341,7 @@ class RecordsRoutes(Protocol):
 
 @runtime_checkable
 class Pauses(Protocol):
-    """An engine whose draws stop between two steps while another thread gives it weights."""
+    """An engine apart, whose draws stop between two steps while another thread gives it weights."""
 
     def pause(self) -> None:
         """Return when nothing is computed; the thread that draws waits until `resume`."""
@@ -348,6 +349,14 @@ class Pauses(Protocol):
 
     def resume(self, whole: bool = True) -> None:
         """Let it go on, or end with `EngineDiedError` where the weights that came are not whole."""
+        ...
+
+    def staged(self, until: Callable[[], None]) -> AbstractContextManager[None]:
+        """Within it the first stream of weights is sent while it draws, and replaces those of the engine after `until`.
+
+        Args:
+            until: returns when nothing is drawn any more, or raises; called once, after the stream's last tensor.
+        """
         ...
 
 

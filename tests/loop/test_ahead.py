@@ -2,6 +2,7 @@
 
 import csv
 import threading
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -287,6 +288,11 @@ class Flying(Apart):
         with self.changed:
             self.wanted, self.broken = False, not whole
             self.changed.notify_all()
+
+    @contextmanager
+    def staged(self, until):
+        until()
+        yield
 
     def load_weights(self, tensors, format, version):
         if self.dies_of == version:

@@ -438,7 +438,7 @@ class RemoteVLLMEngine(RolloutEngine):
 
     @contextmanager
     def staged(self, until: Callable[[], None]) -> Iterator[None]:
-        """Let the first stream within be sent while the servers draw; see `Stages` of `publish/delivery.py`."""
+        """Let the first stream within be sent while the servers draw; see `Pauses` of `rollout/engine.py`."""
         self._until = until
         try:
             yield
