@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-from lit_qrl.errors import ConfigError
-
 # Tokens of one prefill batch on CPU, where larger ones gain nothing.
 CPU_PREFILL_TOKENS = 2048
 
@@ -54,26 +52,3 @@ def whole_prefills(arguments: dict[str, Any], recurrent: bool = False) -> dict[s
     budget = max(arguments["max_model_len"], CPU_PREFILL_TOKENS)
     whole = {"enable_chunked_prefill": False, "max_num_batched_tokens": budget, **arguments}
     return {**whole, "enable_prefix_caching": False} if recurrent and not whole["enable_chunked_prefill"] else whole
-
-
-def reference_attention(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the engine's arguments with the latent attention (MLA) whose pieces of `kv_b_proj` can be verified.
-
-    On a host with AMX vLLM would choose another, which packs these pieces once, out of sight, and drops the layer that
-    they were made of: the second publish would leave them as they are, and nothing could tell.
-
-    Args:
-        arguments: of `vllm.LLM`, for a model with latent attention.
-
-    Raises:
-        ConfigError: for `data.engine.engine_args` that ask for another.
-    """
-    chosen = arguments.get("attention_backend") or (arguments.get("attention_config") or {}).get("backend")
-    if chosen not in (None, "CPU_MLA"):
-        raise ConfigError(
-            f"What {chosen} packs of a latent attention's weights cannot be verified.",
-            expected="data.engine.engine_args without attention_backend, or CPU_MLA",
-            given=chosen,
-            remedy="Leave it out, or use TransformersEngine.",
-        )
-    return arguments if chosen else {**arguments, "attention_backend": "CPU_MLA"}

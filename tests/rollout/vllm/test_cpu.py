@@ -5,7 +5,6 @@ import os
 import pytest
 import torch
 
-from lit_qrl.errors import ConfigError
 from lit_qrl.formats import support
 from lit_qrl.rollout.vllm import cpu as vllm_cpu
 
@@ -19,15 +18,6 @@ def test_prompts_are_prefilled_in_one_piece(longest, budget):
     assert vllm_cpu.whole_prefills(chosen)["max_num_batched_tokens"] == 17
 
 
-def test_latent_attention_is_the_one_whose_pieces_can_be_verified():
-    assert vllm_cpu.reference_attention({"seed": 3}) == {"seed": 3, "attention_backend": "CPU_MLA"}
-    for chosen in ({"attention_backend": "CPU_MLA"}, {"attention_config": {"backend": "CPU_MLA"}}):
-        assert vllm_cpu.reference_attention(chosen) == chosen
-    for chosen in ({"attention_backend": "AMX_MLA"}, {"attention_config": {"backend": "AMX_MLA"}}):
-        with pytest.raises(ConfigError, match=r"AMX_MLA packs .* cannot be verified.*Given: AMX_MLA\. Leave it out"):
-            vllm_cpu.reference_attention(chosen)
-
-
 @pytest.mark.vllm
 def test_vllm_takes_that_attention_where_the_host_has_amx(monkeypatch):
     from vllm.platforms.cpu import CpuPlatform
@@ -38,8 +28,8 @@ def test_vllm_takes_that_attention_where_the_host_has_amx(monkeypatch):
     asked = AttentionSelectorConfig(
         head_size=576, dtype=torch.bfloat16, kv_cache_dtype=None, block_size=16, use_mla=True
     )
-    chosen = AttentionBackendEnum[vllm_cpu.reference_attention({})["attention_backend"]]
-    assert CpuPlatform.get_attn_backend_cls(chosen, asked) == AttentionBackendEnum.CPU_MLA.get_path()
+    reference = AttentionBackendEnum.CPU_MLA
+    assert CpuPlatform.get_attn_backend_cls(reference, asked) == reference.get_path()
     assert CpuPlatform.get_attn_backend_cls(None, asked) == AttentionBackendEnum.AMX_MLA.get_path()
 
 

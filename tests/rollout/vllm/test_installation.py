@@ -67,7 +67,7 @@ def test_on_a_cpu_the_plug_in_is_asked_for_and_on_a_gpu_it_is_not(names, asked, 
 
 @pytest.mark.parametrize(
     ("cpu", "named"),
-    [(True, "CPU build, but this host has a GPU"), (False, "built for CUDA, but this host has no GPU")],
+    [(True, "built for CPU, but this host has a GPU"), (False, "built for CUDA, but this host has no GPU")],
 )
 def test_a_build_for_the_other_device_is_refused(cpu, named, install, monkeypatch):
     install("0.32.0", cpu=cpu)
