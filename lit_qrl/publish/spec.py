@@ -371,8 +371,7 @@ def make_room(engine: RolloutEngine, config: Any) -> None:
         return
     from lit_qrl.rollout.vllm.checks import LORA_RANKS
 
-    rank = max([config.r, *(getattr(config, "rank_pattern", None) or {}).values()])
-    engine.max_lora_rank = next((room for room in LORA_RANKS if room >= rank), rank)
+    engine.max_lora_rank = next((room for room in LORA_RANKS if room >= config.r), config.r)
     log.info("The engine gets room for adapters of rank %d (data.engine.max_lora_rank).", engine.max_lora_rank)
 
 

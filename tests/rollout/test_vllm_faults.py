@@ -192,7 +192,7 @@ def test_changed_rotary_table(published, monkeypatch):
 
 def test_prefix_cache_not_reset(published, monkeypatch):
     state = published()
-    monkeypatch.setattr(state.engine.llm, "reset_prefix_cache", lambda: False)
+    monkeypatch.setattr(state.engine.llm, "reset_prefix_cache", lambda **options: False)
     assert [fault.kind for fault in corrupted(state, lambda new, old: new)] == ["prefix_cache"]
 
 

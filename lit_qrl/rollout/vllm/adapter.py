@@ -29,20 +29,13 @@ def check_adapter(config: Any, max_rank: int) -> None:
         config: the policy's PEFT config.
         max_rank: the engine's limit, 0 without room for any.
     """
-    if max_rank == 0:
-        raise ConfigError(
-            "The engine would be built without room for an adapter.",
-            expected=f"data.engine.max_lora_rank of at least {config.r}",
-            given=0,
-            remedy="Set it, or set publisher.lora to merged.",
-        )
-    rank = max([config.r, *getattr(config, "rank_pattern", {}).values()])
-    if rank > max_rank:
+    if config.r > max_rank:
+        fits = next((rank for rank in LORA_RANKS if rank >= config.r), config.r)
         raise ConfigError(
             "The policy's LoRA rank is above the engine's limit.",
-            expected=f"data.engine.max_lora_rank of at least {rank}",
+            expected=f"data.engine.max_lora_rank of at least {config.r}",
             given=max_rank,
-            remedy=f"Set it to {next((r for r in LORA_RANKS if r >= rank), rank)}, or set publisher.lora to merged.",
+            remedy=f"Set it to {fits}, or set publisher.lora to merged.",
         )
     if unsupported := [what for what in ("alpha_pattern", "rank_pattern") if getattr(config, what, None)]:
         raise ConfigError(

@@ -398,7 +398,8 @@ class VLLMEngine(RolloutEngine):
             self._poisoned = False
         if self._routes is not None:
             self._routes.forget()
-        return requests.forget_prefixes(self.llm, connector=bool(self._arguments.get("kv_transfer_config")))
+        outside = bool(self._arguments.get("kv_transfer_config"))  # prefixes that a connector keeps
+        return bool(self.llm.reset_prefix_cache(reset_connector=outside))
 
     def _awake(self, complete: bool = False) -> LiveModel:
         if self._asleep:

@@ -1,6 +1,5 @@
 """Requests to an in-process vLLM engine: how they are written, run to their end, and read."""
 
-import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -93,17 +92,6 @@ def check_lengths(prompts: Sequence[Sequence[int]], params: Sequence[Any], limit
             f"A request does not fit the engine. Expected: 1 to {limit} tokens, prompt and completion together. "
             f"Given: {longest if longest > limit else 'an empty prompt'}. Raise data.engine.max_model_len."
         )
-
-
-def forget_prefixes(llm: Any, connector: bool) -> bool:
-    """Return whether the keys and values of earlier prompts are forgotten, so that none is of earlier weights.
-
-    Args:
-        llm: the engine.
-        connector: it keeps some outside of its own cache, through a connector, which is reset where vLLM can.
-    """
-    outside = connector and "reset_connector" in inspect.signature(llm.reset_prefix_cache).parameters
-    return bool(llm.reset_prefix_cache(**({"reset_connector": True} if outside else {})))
 
 
 def run(

@@ -13,7 +13,6 @@ from lit_qrl.rollout.vllm.requests import (
     Routed,
     check_lengths,
     completion,
-    forget_prefixes,
     request_seed,
 )
 from lit_qrl.types import SamplingParams
@@ -82,23 +81,6 @@ def test_numbers_of_many_experts_take_two_bytes():
     got = routes_read(np.array([[[255, 0]]], np.uint8), experts=256, layers=(0,), prompt=0)
     assert got.dtype == torch.int16
     assert got[:, 0].tolist() == [[255, 0], [32767, 32767]]
-
-
-@pytest.mark.parametrize("connector", [False, True])
-def test_a_connector_is_reset_where_there_is_one_and_vllm_can(connector):
-    asked = []
-
-    def new(reset_running_requests=False, reset_connector=False):
-        asked.append(reset_connector)
-        return True
-
-    def old(reset_running_requests=False):
-        asked.append(False)
-        return False
-
-    assert forget_prefixes(SimpleNamespace(reset_prefix_cache=new), connector)
-    assert not forget_prefixes(SimpleNamespace(reset_prefix_cache=old), connector)
-    assert asked == [connector, False]
 
 
 class Counting(MultiTurnTask):
