@@ -11,7 +11,7 @@ from lit_qrl.errors import within_memory
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.formats.dense import Dense
 from lit_qrl.precision.source import Change, WeightSource
-from lit_qrl.receipts.clock import Clock, gc_pause
+from lit_qrl.receipts.clock import Clock
 from lit_qrl.receipts.ledger import (
     Ledger,
     PublishError,
@@ -24,6 +24,7 @@ from lit_qrl.receipts.ledger import (
     compare_receipts,
 )
 from lit_qrl.rollout.engine import LendsWeights, Pauses, RolloutEngine, TakesAdapter
+from lit_qrl.run.imports import uncollected
 
 Stream = Iterator[tuple[str, Tensor]]
 
@@ -42,7 +43,7 @@ class Delivery:
         self.engine, self._timed = engine, timed
         self._receipts: dict[Any, dict[str, TensorReceipt]] = {}
 
-    @gc_pause()  # the sender's receipts and the comparison make as many objects as the engine
+    @uncollected()
     def weights(
         self, stream: Stream, format: NumberFormat | None, shapes: Mapping[str, tuple[int, int]], version: int
     ) -> PublishReport:

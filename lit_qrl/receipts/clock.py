@@ -1,6 +1,5 @@
-"""Where the seconds of a publish go, on each side of it; and what the garbage collector leaves alone meanwhile."""
+"""Where the seconds of a publish go, on each side of it."""
 
-import gc
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -47,21 +46,3 @@ class Clock:
             if item is done:
                 return
             yield item  # pyright: ignore[reportReturnType]
-
-
-NEVER = 1 << 30
-
-
-@contextmanager
-def gc_pause() -> Iterator[None]:
-    """Have the garbage collector look at young objects alone.
-
-    Each expert's tensors and receipts are objects that stay, so that their number has it walk through all objects of
-    all libraries during a publish: half a second each time, and it finds nothing.
-    """
-    before = gc.get_threshold()
-    gc.set_threshold(*before[:2], NEVER)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)

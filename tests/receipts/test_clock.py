@@ -1,11 +1,9 @@
 """Seconds are those of a clock that the test turns on."""
 
-import gc
-
 import pytest
 
 from lit_qrl.receipts import clock as module
-from lit_qrl.receipts.clock import Clock, gc_pause
+from lit_qrl.receipts.clock import Clock
 
 
 @pytest.fixture
@@ -60,26 +58,3 @@ def test_what_a_stream_raises_comes_through_and_its_seconds_count(turn):
     with pytest.raises(ValueError, match="broken"), clock.part("load"):
         list(clock.stream("make", broken()))
     assert clock.seconds == {"make": 3.0, "load": 0.0}
-
-
-def test_all_objects_are_walked_through_by_nobody_meanwhile():
-    before, walked = gc.get_threshold(), []
-    assert before[2] < 1000
-    gc.callbacks.append(watch := lambda phase, info: walked.append(info["generation"]))
-    try:
-        gc.set_threshold(5, 2, 2)
-        with gc_pause():
-            kept = [[number] for number in range(2000)]
-        assert set(walked) == {0, 1}
-        assert gc.get_threshold() == (5, 2, 2)
-    finally:
-        gc.callbacks.remove(watch)
-        gc.set_threshold(*before)
-    assert len(kept) == 2000
-
-
-def test_thresholds_are_what_they_were_after_an_error():
-    before = gc.get_threshold()
-    with pytest.raises(RuntimeError), gc_pause():
-        raise RuntimeError
-    assert gc.get_threshold() == before

@@ -24,7 +24,6 @@ from lit_qrl.network.structure import check_tokens
 from lit_qrl.precision.layers.lora_linear import sum_factors
 from lit_qrl.precision.vllm_kernels.borrowed import TILE_IN, TILE_OUT, MarlinNVFP4
 from lit_qrl.precision.vllm_kernels.exact import drawn_logprobs, flash_attention, product
-from lit_qrl.receipts.clock import gc_pause
 from lit_qrl.receipts.ledger import PublishError, PublishReport, ReceivedLedger
 from lit_qrl.rollout.engine import (
     Dialogue,
@@ -372,7 +371,7 @@ class VLLMEngine(RolloutEngine):
         self._usable = False
         try:
             watchdog = self._watchdog("the publish of one tensor")
-            with gc_pause(), blamed(tensors, version, watchdog) as stream:
+            with blamed(tensors, version, watchdog) as stream:
                 ledger = load(stream, version)
         except BaseException as error:
             with suppress(Exception):  # of an engine that died
