@@ -32,8 +32,7 @@ _LOADER = "vllm.model_executor.model_loader"
 class Patch:
     """A change to vLLM's code, made once per process.
 
-    A symbol is "module:name" or "module:Class.name", where what an `__init__` or a function sets is a name in it, too,
-    and "one|other" is either.
+    A symbol is "module:name" or "module:Class.name", where what an `__init__` or a function sets is a name in it, too.
 
     Args:
         name: of the change.
@@ -100,7 +99,7 @@ def find(symbol: str) -> tuple[Any, str]:
     Raises:
         ImportError, AttributeError: when it is not there.
 
-    >>> owner, name = find("collections:OrderedDict.never|pop")
+    >>> owner, name = find("collections:OrderedDict.pop")
     >>> owner.__name__, name
     ('OrderedDict', 'pop')
     """
@@ -108,12 +107,11 @@ def find(symbol: str) -> tuple[Any, str]:
     owner: Any = None
     found: Any = import_module(module)
     name = ""
-    for part in path.split("."):
-        owner, names = getattr(found, _MARK, found), part.split("|")
+    for name in path.split("."):
+        owner = getattr(found, _MARK, found)
         code = getattr(owner.__init__ if isinstance(owner, type) else owner, "__code__", None)
-        name = next((one for one in names if hasattr(owner, one) or one in getattr(code, "co_names", ())), None)
-        if name is None:
-            raise AttributeError(f"{getattr(owner, '__name__', owner)} has no {' or '.join(names)}")
+        if not hasattr(owner, name) and name not in getattr(code, "co_names", ()):
+            raise AttributeError(f"{getattr(owner, '__name__', owner)} has no {name}")
         found = getattr(owner, name, None)
     return owner, name
 

@@ -46,9 +46,9 @@ class Engine:
 
 def test_what_an_init_or_a_function_sets_is_there(fake):
     fake("vllm.part", Engine=Engine, number=3)
-    for symbol in ("number", "Engine.kind", "Engine.pool", "Engine.step.finished", "Engine.gone|step"):
+    for symbol in ("number", "Engine.kind", "Engine.pool", "Engine.step.finished"):
         find(f"vllm.part:{symbol}")
-    for symbol in ("other", "Engine.other", "Engine.finished", "Engine.step.other", "Engine.gone|lost"):
+    for symbol in ("other", "Engine.other", "Engine.finished", "Engine.step.other"):
         with pytest.raises(AttributeError, match="has no"):
             find(f"vllm.part:{symbol}")
 
