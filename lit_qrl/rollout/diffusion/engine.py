@@ -12,11 +12,11 @@ from lit_qrl.functional.logprobs import logits_logprobs, token_logprobs
 from lit_qrl.network.denoising import Estimator, Head, check_denoises, without_mask_token
 from lit_qrl.network.head import SamplerHead
 from lit_qrl.network.memory import free_memory
-from lit_qrl.network.structure import body, cached_numbers
+from lit_qrl.network.structure import cached_numbers
 from lit_qrl.precision.layers.one_pass import take_one_pass
 from lit_qrl.rollout.diffusion.decode import Denoised, Denoiser, Reuse
 from lit_qrl.rollout.embedded.decode import Piece, numbers_of, plan
-from lit_qrl.rollout.embedded.sampler import EmbeddedSampler, computed
+from lit_qrl.rollout.embedded.sampler import SCORE_TOKENS, EmbeddedSampler, computed
 from lit_qrl.rollout.engine import EnginePolicy, Progress, SamplerSpec
 from lit_qrl.rollout.graphs import Trust
 from lit_qrl.seeding import derive_seed
@@ -26,8 +26,6 @@ CPU_TOKENS = 2**15
 """Tokens of one forward on a CPU: a few hundred MB of activations for a small model."""
 GPU_SHARE = 0.5
 """Share of the free GPU memory for the activations of a forward; the rest is for logits and update."""
-SCORE_TOKENS = 2**14
-"""Tokens of one forward that estimates log-probs."""
 
 
 class DiffusionEngine(EmbeddedSampler):
@@ -208,24 +206,6 @@ class DiffusionEngine(EmbeddedSampler):
             return logits_logprobs(logits, tokens, temperature)[0][None]
 
         return logprobs
-
-    @torch.no_grad()
-    @computed
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Return what the probe compares: log-softmax (fp32) of each position's logits at the next position's token.
-
-        A model that looks both ways gives these no meaning as probabilities; their arithmetic is that of any forward.
-        """
-        self._check_current()
-        network = self.network
-        head = SamplerHead.of(network, self.spec.head_dtype)
-        device = network.get_input_embeddings().weight.device
-        scores: list[Tensor] = []
-        for sequence in sequences:
-            tokens = torch.tensor([list(sequence)], device=device)
-            hidden = body(network)(input_ids=tokens, use_cache=False).last_hidden_state
-            scores.append(head.logprobs(hidden[:, :-1], tokens[:, 1:])[0])
-        return scores
 
 
 def _batch_of(

@@ -1,7 +1,7 @@
 """The embedded engine: the sampler as Hugging Face modules in this process, on the CPU or the learner's GPU."""
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -9,18 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.network.head import SamplerHead
 from lit_qrl.network.invariant import batch_invariant, check_invariant
 from lit_qrl.network.memory import free_memory
 from lit_qrl.network.routing import routers
-from lit_qrl.network.structure import ATTENTION_KINDS, PLAIN_ATTENTION, body, cached, cached_numbers, states
+from lit_qrl.network.structure import ATTENTION_KINDS, PLAIN_ATTENTION, body, cached_numbers, states
 from lit_qrl.precision.layers.one_pass import take_one_pass
 from lit_qrl.receipts.ledger import PublishReport, ReceivedLedger
 from lit_qrl.rollout.embedded.attention import FOLDED, take_norms
 from lit_qrl.rollout.embedded.cache import CacheDtype, CacheScales, HeldRow, ScoringCache, SlotCache
 from lit_qrl.rollout.embedded.decode import Decoder, Drawn, Piece, Random, numbers_of, plan, windowed
 from lit_qrl.rollout.embedded.loading import Modules
-from lit_qrl.rollout.embedded.sampler import UNLIMITED, EmbeddedSampler, Shortage, computed
+from lit_qrl.rollout.embedded.sampler import UNLIMITED, EmbeddedSampler, computed
 from lit_qrl.rollout.embedded.sampling import uniforms
 from lit_qrl.rollout.engine import Dialogue, EnginePolicy, Finished, Progress, SamplerSpec, Turn
 from lit_qrl.rollout.graphs import Trust
@@ -34,8 +33,6 @@ SLOTS = 512
 
 WORD_BYTES = 16
 """Of each row and word while a token is drawn: logits, scores, their exponentials and running sums."""
-SCORE_TOKENS = 2**14
-"""Padded tokens of one scoring forward."""
 CPU_CACHE_BYTES = 2**29
 """Key-value cache on a CPU, 0.5 GB: a quarter of the memory that the smallest supported run may take."""
 GPU_CACHE_SHARE = 0.5
@@ -262,30 +259,9 @@ class TransformersEngine(EmbeddedSampler):
         super().close()
         self.trust = Trust()  # the last graph keeps memory
 
-    @computed
-    @torch.no_grad()
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Return the sampler's log-probs (fp32, T = 1, "length − 1") of each sequence's tokens after the first."""
-        self._check_current()
-        network, rounding = self.network, self.cache_scales.of(self.network, sequences, keep=False)
-        head = SamplerHead.of(network, self.spec.head_dtype)
-        device = network.get_input_embeddings().weight.device
-        scores: dict[int, Tensor] = {}
-        shortage = Shortage()
-
-        def scored(pieces: list[Piece], rows: int) -> Tensor:
-            share, width = [sequences[piece.prompt] for piece in pieces], pieces[0].length
-            tokens = torch.tensor([[*one, *[0] * (width - len(one))] for one in share]).to(device)
-            cache = None if rounding is None else ScoringCache(rounding)
-            with batch_invariant(self.batch_invariant):
-                states = body(network)(input_ids=tokens, **cached(network, cache))
-                return head.logprobs(states.last_hidden_state[:, :-1], tokens[:, 1:])
-
-        for batch in plan([len(one) for one in sequences], 1, 0, SCORE_TOKENS, None):
-            for pieces, logprobs in shortage.halving(batch, batch[0].length, scored, done="scored"):
-                for row, piece in enumerate(pieces):
-                    scores[piece.prompt] = logprobs[row, : piece.length - 1].clone()
-        return [scores[index] for index in range(len(sequences))]
+    def scoring_caches(self, sequences: Sequence[Sequence[int]]) -> Callable[[], Any]:
+        rounding = self.cache_scales.of(self.network, sequences, keep=False)
+        return lambda: None if rounding is None else ScoringCache(rounding)
 
 
 def unfit(network: Any) -> str | None:

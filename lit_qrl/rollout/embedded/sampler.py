@@ -15,10 +15,12 @@ from lit_qrl.formats.base import NumberFormat
 from lit_qrl.formats.dense import Dense
 from lit_qrl.formats.support import tell_emulated
 from lit_qrl.network.autocast import computing_in
+from lit_qrl.network.head import SamplerHead
+from lit_qrl.network.invariant import batch_invariant
 from lit_qrl.network.shards import is_sharded
-from lit_qrl.network.structure import check_positions, check_tokens, computed_buffers
+from lit_qrl.network.structure import body, cached, check_positions, check_tokens, computed_buffers
 from lit_qrl.receipts.ledger import Constants, PublishReport, ReceivedLedger, RefusedError
-from lit_qrl.rollout.embedded.decode import Piece, numbers_of, split
+from lit_qrl.rollout.embedded.decode import Piece, numbers_of, plan, split
 from lit_qrl.rollout.embedded.loading import EmbeddedAdapter, Loader, Modules, skeleton
 from lit_qrl.rollout.embedded.sampling import check_sampling
 from lit_qrl.rollout.engine import EngineDiedError, EnginePolicy, Finished, Progress, RolloutEngine, SamplerSpec
@@ -44,6 +46,8 @@ def computed(method: Callable[Concatenate[Any, Arguments], Result]) -> Callable[
 
 log = logging.getLogger(__name__)
 
+SCORE_TOKENS = 2**14
+"""Padded tokens of one scoring forward."""
 UNLIMITED = 2**62
 """Tokens that fit as long as memory has not run out."""
 
@@ -247,6 +251,36 @@ class EmbeddedSampler(RolloutEngine):
             layers={name: receipt.dtype for name, receipt in received.receipts().items()},
             received=received,
         )
+
+    @computed
+    @torch.no_grad()
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Return the sampler's log-probs (fp32, T = 1, "length − 1") of each sequence's tokens after the first.
+
+        Of a model that looks both ways these mean nothing as probabilities; their arithmetic is that of any forward.
+        """
+        self._check_current()
+        network, shortage, cache = self.network, Shortage(), self.scoring_caches(sequences)
+        head = SamplerHead.of(network, self.spec.head_dtype)
+        device = network.get_input_embeddings().weight.device
+        scores: dict[int, Tensor] = {}
+
+        def scored(pieces: list[Piece], rows: int) -> Tensor:
+            share, width = [sequences[piece.prompt] for piece in pieces], pieces[0].length
+            tokens = torch.tensor([[*one, *[0] * (width - len(one))] for one in share]).to(device)
+            with batch_invariant(self.batch_invariant):
+                states = body(network)(input_ids=tokens, **cached(network, cache()))
+                return head.logprobs(states.last_hidden_state[:, :-1], tokens[:, 1:])
+
+        for batch in plan([len(one) for one in sequences], 1, 0, SCORE_TOKENS, None, padded=not self.denoises):
+            for pieces, logprobs in shortage.halving(batch, batch[0].length, scored, done="scored"):
+                for row, piece in enumerate(pieces):
+                    scores[piece.prompt] = logprobs[row, : piece.length - 1].clone()
+        return [scores[index] for index in range(len(sequences))]
+
+    def scoring_caches(self, sequences: Sequence[Sequence[int]]) -> Callable[[], Any]:
+        """Return what makes the cache of keys and values for a scoring forward: here none."""
+        return lambda: None
 
     def _check_current(self) -> None:
         """The learner's own tensors may have moved on since they were published."""

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lit_qrl.rollout.embedded import engine as scoring
+from lit_qrl.rollout.embedded import sampler as scoring
 from lit_qrl.rollout.embedded.cache import Rounding
 from tests.networks import build_network
 from tests.rollout.embedded.test_engine import engine_of
