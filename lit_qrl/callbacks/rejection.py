@@ -5,7 +5,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from lit_qrl.functional._checks import check_band, check_choice, check_delta, check_divergence, check_veto
+from lit_qrl.functional._checks import check_above, check_band, check_choice, check_divergence, check_veto
 from lit_qrl.functional._statistics import share
 from lit_qrl.functional.rejection import Divergence, Over, opsm_keep, ratio_keep, token_veto
 from lit_qrl.loop.hooks import RLCallback
@@ -115,7 +115,7 @@ class OffPolicySequenceMask(RLCallback):
     takes_sequence_ratio = True
 
     def __init__(self, delta: float, count_rejected: bool = False) -> None:
-        check_delta(delta)
+        check_above(0.0, delta=delta)
         self.delta, self.count_rejected = delta, count_rejected
 
     def correct(self, trainer: Trainer, module: Any, context: LossContext) -> Correction:

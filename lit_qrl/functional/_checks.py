@@ -45,36 +45,35 @@ def check_band(lower: float | None, upper: Bound, what: str = "The band of impor
     return lower
 
 
-def _require(good: bool, said: str, expected: str, given: object, remedy: str) -> None:
-    if not good:
-        raise ConfigError(said, expected=expected, given=given, remedy=remedy)
-
-
 def check_divergence(lower: float | None, upper: Bound) -> None:
     """Raise `ConfigError` unless a divergence has a positive upper bound alone."""
-    _require(
-        lower is None and (isinstance(upper, Tensor) or upper > 0),
-        "k2 and k3 are never negative: their rejection has an upper bound alone.",
-        "upper > 0, in nats, and lower: null",
-        f"lower {lower}, upper {upper}",
-        "Remove lower, or take divergence k1, whose bounds are on the ratio.",
-    )
+    if not (lower is None and (isinstance(upper, Tensor) or upper > 0)):
+        raise ConfigError(
+            "k2 and k3 are never negative: their rejection has an upper bound alone.",
+            expected="upper > 0, in nats, and lower: null",
+            given=f"lower {lower}, upper {upper}",
+            remedy="Remove lower, or take divergence k1, whose bounds are on the ratio.",
+        )
+
+
+def check_above(least: float, **values: float | None) -> None:
+    """Raise `ConfigError` for a value that is not above `least`; None is one that is not used."""
+    for name, value in values.items():
+        if value is not None and not value > least:
+            raise ConfigError(
+                f"{name} is out of range.", expected=f"{name} > {least:g}", given=value, remedy=f"Raise {name}."
+            )
 
 
 def check_veto(threshold: float) -> None:
     """Raise `ConfigError` unless the veto's threshold is a ratio in (0, 1)."""
-    said, remedy = (
-        "The veto's threshold is a ratio of probabilities.",
-        "Give the ratio itself, such as 1e-4, not its logarithm.",
-    )
-    _require(0.0 < threshold < 1.0, said, "0 < threshold < 1", threshold, remedy)
-
-
-def check_delta(delta: float) -> None:
-    """Raise `ConfigError` unless the drift that the off-policy mask allows is positive."""
-    said = "The drift allowed to a negative sequence must be positive."
-    remedy = "Give a value above the mean log-ratio of a healthy run."
-    _require(delta > 0, said, "delta > 0, in nats per token", delta, remedy)
+    if not 0.0 < threshold < 1.0:
+        raise ConfigError(
+            "The veto's threshold is a ratio of probabilities.",
+            expected="0 < threshold < 1",
+            given=threshold,
+            remedy="Give the ratio itself, such as 1e-4, not its logarithm.",
+        )
 
 
 def check_ais(
@@ -82,48 +81,19 @@ def check_ais(
 ) -> None:
     """Raise `ConfigError` for parameters with which the gate means nothing."""
     check_band(0.0, clip, what="The clip of AIS")
-    remedies = {"saturation": "To correct at full strength always, use TruncatedIS."}
-    for name, value in (("saturation", saturation), ("tolerance", tolerance), ("eps", eps)):
-        _require(value > 0, f"{name} of AIS is out of range.", f"{name} > 0", value, remedies.get(name, "Correct it."))
-    _require(sensitivity >= 0, "sensitivity of AIS is out of range.", "sensitivity >= 0", sensitivity, "Correct it.")
-    _require(level in ("token", "sequence"), "level of AIS is unknown.", "token or sequence", level, "Correct it.")
+    check_above(0.0, saturation=saturation, tolerance=tolerance, eps=eps)
+    if not sensitivity >= 0:
+        raise ConfigError("sensitivity of AIS is negative.", expected="sensitivity >= 0", given=sensitivity)
+    check_choice("level of AIS", level, "token", "sequence")
 
 
 def check_clip(**bounds: float | None) -> None:
     """Raise `ConfigError` for a clip that is negative, or a lower one above 1 (ratios are positive)."""
     for name, value in bounds.items():
         top = 1.0 if "low" in name else float("inf")
-        good, remedy = value is None or 0.0 <= value <= top, "Give the distance from 1: 0.2 clips at 0.8 or 1.2."
-        _require(good, f"{name} is out of range.", f"0 <= {name} <= {top}", value, remedy)
-
-
-def check_dual_clip(dual_clip: float | None) -> None:
-    """Raise `ConfigError` unless the dual clip is above 1."""
-    good, said = dual_clip is None or dual_clip > 1.0, "dual_clip bounds the ratio of negative samples."
-    remedy = "Give the largest ratio to follow, such as 3.0, or null for none."
-    _require(good, said, "dual_clip > 1", dual_clip, remedy)
-
-
-def check_mismatch_cap(mismatch_cap: float) -> None:
-    """Raise `ConfigError` unless the cap of TBPO's mismatch weight is above 1."""
-    said = "mismatch_cap bounds the mismatch weight from both sides."
-    _require(mismatch_cap > 1.0, said, "mismatch_cap > 1", mismatch_cap, "Give the largest weight, such as 2.0.")
-
-
-def check_temperatures(*temperatures: float) -> None:
-    """Raise `ConfigError` unless all temperatures of SAPO are positive."""
-    remedy = "The paper uses 1.0 for positive and 1.05 for negative samples."
-    for temperature in temperatures:
-        said = "A temperature of SAPO is out of range."
-        _require(temperature > 0, said, "a positive number", temperature, remedy)
-
-
-def check_clamps(**clamps: float | None) -> None:
-    """Raise `ConfigError` for a clamp of the KL that is not positive."""
-    remedy = "Give a positive number, such as 20 for the input and 10 for the output, or null for none."
-    for name, value in clamps.items():
-        said = f"{name} bounds the KL's estimate from both sides."
-        _require(value is None or value > 0, said, f"{name} > 0, in nats", value, remedy)
+        if not (value is None or 0.0 <= value <= top):
+            remedy = "Give the distance from 1: 0.2 clips at 0.8 or 1.2."
+            raise ConfigError(f"{name} is out of range.", expected=f"0 <= {name} <= {top}", given=value, remedy=remedy)
 
 
 def check_choice(name: str, value: object, *allowed: object) -> None:

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lit_qrl.functional._checks import check_clip, check_dual_clip, check_mismatch_cap, check_temperatures
+from lit_qrl.functional._checks import check_above, check_clip
 from lit_qrl.functional._statistics import as_float, masked, require_tokens, row_means
 from lit_qrl.functional.mismatch import k3_divergence
 from lit_qrl.types import ObjectiveTerms
@@ -120,7 +120,7 @@ def clipped_surrogate(
     tensor([[-2.4000]])
     """
     check_clip(clip_low=clip_low, clip_high=clip_high)
-    check_dual_clip(dual_clip)
+    check_above(1.0, dual_clip=dual_clip)
     log_ratio = _log_ratio(logprobs, old_logprobs, mask)
     a = as_float(advantages)[:, None]
     ratio = _ratio(log_ratio, a >= 0 if dual_clip is None else True)
@@ -220,7 +220,7 @@ def tbpo(
     tensor([[1.0007, 1.0007]])
     """
     check_clip(clip_high=clip_high, neg_low=neg_low, neg_high=neg_high)
-    check_mismatch_cap(mismatch_cap)
+    check_above(1.0, mismatch_cap=mismatch_cap)
     log_ratio = _log_ratio(logprobs, old_logprobs, mask)
     a = as_float(advantages)[:, None]
     ratio = _sequence_ratio(logprobs, log_ratio, mask, True)
@@ -254,7 +254,7 @@ def sapo(
     >>> sapo(zero, zero, torch.tensor([1.0]), mask).loss
     tensor([[-2.]])
     """
-    check_temperatures(temperature_pos, temperature_neg)
+    check_above(0.0, temperature_pos=temperature_pos, temperature_neg=temperature_neg)
     log_ratio = _log_ratio(logprobs, old_logprobs, mask)
     a = as_float(advantages)[:, None]
     ratio = _ratio(log_ratio, True)

@@ -10,7 +10,7 @@ from typing import Literal
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lit_qrl.functional._checks import Bound, check_band, check_choice, check_delta, check_divergence, check_veto
+from lit_qrl.functional._checks import Bound, check_above, check_band, check_choice, check_divergence, check_veto
 from lit_qrl.functional._statistics import as_float, require_tokens, row_means
 from lit_qrl.functional.mismatch import k3_divergence
 
@@ -119,7 +119,7 @@ def opsm_keep(
     tensor([[ True],
             [False]])
     """
-    check_delta(delta)
+    check_above(0.0, delta=delta)
     require_tokens(mask)
     drift = -row_means(mask, as_float(d))[:, None]
     return (advantages[:, None] >= 0) | (drift <= delta) | ~mask

@@ -91,9 +91,8 @@ class Objective(Described, ABC):
                 given=f"kl_in: reward, kl_estimator: {kl_estimator}",
                 remedy="Set kl_estimator to k1, whose expected gradient in the reward is the KL's.",
             )
-        checks.check_clamps(
-            **{"objective.kl_input_clamp": kl_input_clamp, "objective.kl_output_clamp": kl_output_clamp}
-        )
+        clamps = {"objective.kl_input_clamp": kl_input_clamp, "objective.kl_output_clamp": kl_output_clamp}
+        checks.check_above(0.0, **clamps)
         checks.check_choice("objective.normalize_weights", normalize_weights, None, "token", "sequence")
         checks.check_choice("objective.reduction", reduction, *get_args(Reduction))
         for name, value in (

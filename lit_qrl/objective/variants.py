@@ -170,7 +170,7 @@ class DualClipGRPO(GRPO):
 
     def __init__(self, dual_clip: float = 3.0, **kwargs) -> None:
         super().__init__(**kwargs)
-        checks.check_dual_clip(dual_clip)
+        checks.check_above(1.0, dual_clip=dual_clip)
         self.dual_clip = dual_clip
 
     def options(self, logprobs: Tensor, mask: Tensor, batch: RolloutBatch) -> dict[str, Any]:
@@ -229,7 +229,7 @@ class TBPO(Objective):
     ) -> None:
         super().__init__(**kwargs)
         checks.check_clip(clip_high=clip_high, neg_low=neg_low, neg_high=neg_high)
-        checks.check_mismatch_cap(mismatch_cap)
+        checks.check_above(1.0, mismatch_cap=mismatch_cap)
         if self.old_logprobs == "bypass":
             raise ConfigError(
                 "TBPO carries the mismatch weight; a ratio against the sampler would count the mismatch twice.",
@@ -258,7 +258,7 @@ class SAPO(Objective):
 
     def __init__(self, temperature_pos: float = 1.0, temperature_neg: float = 1.05, **kwargs) -> None:
         super().__init__(**kwargs)
-        checks.check_temperatures(temperature_pos, temperature_neg)
+        checks.check_above(0.0, temperature_pos=temperature_pos, temperature_neg=temperature_neg)
         self.temperature_pos, self.temperature_neg = temperature_pos, temperature_neg
 
     def surrogate(self, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, batch: RolloutBatch) -> ObjectiveTerms:
