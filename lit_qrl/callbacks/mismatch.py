@@ -27,9 +27,7 @@ from lit_qrl.functional.diagnostics import (
 from lit_qrl.functional.importance import log_ratio
 from lit_qrl.functional.mismatch import k3_divergence, mismatch_metrics
 from lit_qrl.loop.hooks import RLCallback
-from lit_qrl.loop.schedule import ages_in_words
 from lit_qrl.objective import Objective
-from lit_qrl.run.event_log import tell
 from lit_qrl.types import AllReduce, RolloutBatch
 
 if TYPE_CHECKING:
@@ -113,13 +111,6 @@ class MismatchMonitor(RLCallback):
             for turn, (mean, count) in enumerate(zip(means.tolist(), counts.tolist(), strict=True), start=1):
                 if count:
                     module.iteration.metrics.value(f"mismatch/{name}_turn_{turn}", mean)
-
-    def on_train_end(self, trainer: Trainer, pl_module: "GRPOModule") -> None:
-        """Say how old the weights were that drew the tokens, where rollouts were drawn ahead."""
-        ages = pl_module.data.schedule.tokens_of_age
-        told = ages_in_words(ages)
-        if told:
-            tell(trainer, "ages", told, tokens={str(age): count for age, count in ages.items()})
 
     def _histograms(
         self, module: "GRPOModule", d: Tensor, sampler: Tensor, mask: Tensor, advantages: Tensor

@@ -123,8 +123,6 @@ class Schedule:
     """True where the engine has died of what is under way."""
 
     def __init__(self) -> None:
-        self.tokens_of_age: dict[int, int] = {}
-        """Tokens that were learned from, by how many iterations older their weights were; empty where none were."""
         self._unfinished: int | None = None
 
     def due(self, iteration: int, iterations: int | None = None) -> bool:

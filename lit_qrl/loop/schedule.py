@@ -146,8 +146,6 @@ class RolloutPrefetcher(Schedule):
             taken = self.pending[now]
             ages = self._ages(taken)
             state.metrics.value("rollout/age", sum(map(operator.mul, ages, ages.values())) / ages.total())
-            for age, tokens in ages.items():
-                self.tokens_of_age[age] = self.tokens_of_age.get(age, 0) + tokens
             engine = learner.data.engine
             if self.in_flight and any(ages) and isinstance(engine, Pauses):
                 engine.pause()
@@ -259,7 +257,6 @@ class RolloutPrefetcher(Schedule):
         undone = (one for one in later if not alone or (self.in_flight and one.completions is None))
         first_undone = next(undone, None)
         self._saved = under_way = [] if self.in_flight or not alone else list(self._futures.values())
-        ages = {str(age): count for age, count in self.tokens_of_age.items()}
         weights = {str(version): number for version, number in self.weights_of.items() if number >= oldest}
 
         @cache
@@ -276,7 +273,7 @@ class RolloutPrefetcher(Schedule):
                 kept.append({**place, "completions": [packed(completion) for completion in one.completions]})
             if len(kept) < len(later):
                 log.info("%d pending rollouts are not in the checkpoint.", len(later) - len(kept))
-            return after, {"drafts": kept, "ages": ages, "weights": weights}
+            return after, {"drafts": kept, "weights": weights}
 
         return {"position": when_written(lambda: made()[0]), "ahead": when_written(lambda: made()[1])}
 
@@ -287,7 +284,6 @@ class RolloutPrefetcher(Schedule):
         saved = state["ahead"]
         known = all("completions" in one for one in saved["drafts"])  # an earlier version had them in other words
         self._restored = list(saved["drafts"]) if alone and known else []
-        self.tokens_of_age = {int(age): count for age, count in saved["ages"].items()}
         self.weights_of = {int(version): number for version, number in saved.get("weights", {}).items()}
         return state["position"] if self._restored else super().load(state, alone)
 
@@ -299,19 +295,6 @@ class RolloutPrefetcher(Schedule):
             completions = [unpacked(completion) for completion in one["completions"]]
             drawn = PendingRollout(one["iteration"], one["weights"], one["start"], problems, completions)
             self.pending[drawn.iteration] = drawn
-
-
-def ages_in_words(tokens_of_age: Mapping[int, int]) -> str:
-    """Return what share of a run's tokens was drawn by weights of which age; empty where all were new.
-
-    >>> ages_in_words({0: 1, 1: 3})
-    'Tokens by the age in iterations of the weights that drew them: 25.0% 0, 75.0% 1 old.'
-    """
-    if not any(tokens_of_age):
-        return ""
-    whole = sum(tokens_of_age.values())
-    shares = [f"{count / whole:.1%} {age}" for age, count in sorted(tokens_of_age.items())]
-    return f"Tokens by the age in iterations of the weights that drew them: {', '.join(shares)} old."
 
 
 SCORED, FEW, TOKENS = 32, 2, 2**11

@@ -14,7 +14,7 @@ from lit_qrl.callbacks import RunCheckpoint, TruncatedIS
 from lit_qrl.errors import ConfigError
 from lit_qrl.loop.contracts import PendingRollout
 from lit_qrl.loop.hooks import RLCallback
-from lit_qrl.loop.schedule import RolloutPrefetcher, ages_in_words
+from lit_qrl.loop.schedule import RolloutPrefetcher
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.engine import EngineDiedError
 from lit_qrl.run.event_log import read_jsonl
@@ -79,21 +79,24 @@ def rows(run):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "versions", "ages"),
+    ("schedule", "versions"),
     [
-        (ONE_OFF, [0, 0, 1, 2, 3, 4, 5], {0: 1, 1: 6}),
-        (THREE_OFF, [0, 0, 0, 0, 1, 1, 1], {0: 1, 1: 2, 2: 2, 3: 2}),
+        (ONE_OFF, [0, 0, 1, 2, 3, 4, 5]),
+        (THREE_OFF, [0, 0, 0, 0, 1, 1, 1]),
     ],
 )
-def test_every_rollout_is_drawn_by_the_weights_that_the_schedule_says(tmp_path, schedule, versions, ages):
+def test_every_rollout_is_drawn_by_the_weights_that_the_schedule_says(tmp_path, schedule, versions):
     on_policy = fit(tmp_path / "on", {})
     run = fit(tmp_path / "ahead", schedule)
     assert run.watch.versions == [[version] for version in versions]
     assert run.watch.prompts == on_policy.watch.prompts
     assert torch.equal(run.watch.tokens[0], on_policy.watch.tokens[0])  # the same weights and seeds
-    assert [float(row["rollout/age"]) for row in rows(run)] == [i - run_at(i, schedule) for i in range(7)]
-    assert {age: count > 0 for age, count in run.data.schedule.tokens_of_age.items()} == dict.fromkeys(ages, True)
+    assert ages(run) == [i - run_at(i, schedule) for i in range(7)]
     assert run.data.engine.threads == {"prefetch_0"}
+
+
+def ages(run):
+    return [float(row["rollout/age"]) for row in rows(run)]
 
 
 def run_at(iteration, schedule):
@@ -120,7 +123,7 @@ def test_a_run_that_goes_on_is_the_same_run(tmp_path, schedule):
     rest = fit(tmp_path / "rest", schedule, ckpt_path=str(cut.folder / "checkpoints" / "last.ckpt"))
     assert torch.equal(rest.weights, whole.weights)
     assert rest.watch.versions == whole.watch.versions[5:]
-    assert rest.data.schedule.tokens_of_age == whole.data.schedule.tokens_of_age
+    assert ages(rest) == ages(whole)[5:]
 
 
 class Held(Apart):
@@ -194,7 +197,7 @@ def test_what_an_engine_died_of_is_drawn_again_with_the_same_prompts(tmp_path, d
     whole = fit(tmp_path / "whole", THREE_OFF)
     run = fit(tmp_path / "died", THREE_OFF, engine=Apart(dies_at))
     assert run.watch.prompts == whole.watch.prompts
-    assert max(run.data.schedule.tokens_of_age) <= 3
+    assert max(ages(run)) <= 3
     deaths = [one for one in read_jsonl(run.folder / "events.jsonl") if one["kind"] == "engine_died"]
     assert len(deaths) == len(dies_at)
     if dies_at == [1]:  # nothing was learned yet, so the weights are the same
@@ -207,22 +210,13 @@ def test_a_run_goes_on_that_ended_when_not_all_was_drawn(tmp_path, dies_at):
     cut = fit(tmp_path / "cut", THREE_OFF, engine=Apart([dies_at]), callbacks=[StopAfter(1)])
     rest = fit(tmp_path / "rest", THREE_OFF, ckpt_path=str(cut.folder / "checkpoints" / "last.ckpt"))
     assert rest.watch.prompts == whole.watch.prompts[1:]
-    assert max(rest.data.schedule.tokens_of_age) <= 3
+    assert max(ages(rest)) <= 3
 
 
 def test_evaluations_wait_for_what_is_drawn_and_change_nothing(tmp_path):
     plain = fit(tmp_path / "plain", THREE_OFF)
     often = fit(tmp_path / "often", THREE_OFF, trainer={"limit_val_batches": 1})
     assert torch.equal(plain.weights, often.weights)
-
-
-def test_the_end_says_how_old_the_weights_were(tmp_path):
-    run = fit(tmp_path, ONE_OFF, epochs=3)
-    (event,) = [one for one in read_jsonl(run.folder / "events.jsonl") if one["kind"] == "ages"]
-    counts = run.data.schedule.tokens_of_age
-    assert event["tokens"] == {str(age): count for age, count in counts.items()}
-    assert f"{counts[1] / sum(counts.values()):.1%} 1" in event["message"]
-    assert ages_in_words({}) == ages_in_words({0: 5}) == ""
 
 
 class Flying(Apart):
@@ -334,15 +328,9 @@ def test_every_token_says_which_weights_drew_it_while_they_came(tmp_path):
     for number, rows_of_rollout in enumerate(run.tokens.rows[1:], start=1):
         for versions in rows_of_rollout:
             assert versions == [number - 1] * min(2, len(versions)) + [number] * (len(versions) - 2)
-    counts = run.data.schedule.tokens_of_age
-    flat = [
-        number - version
-        for number, rollout in enumerate(run.tokens.rows[1:], start=1)
-        for row in rollout
-        for version in row
-    ]
-    first = counts[0] - flat.count(0)
-    assert (counts[1], first > 0, set(counts)) == (flat.count(1), True, {0, 1})
+    for number, rollout in enumerate(run.tokens.rows[1:], start=1):
+        old = [number - version for row in rollout for version in row]
+        assert ages(run)[number] == pytest.approx(sum(old) / len(old))
     assert [context is None for context in run.tokens.seen] == [True] + [False] * 4
     assert 0 < float(rows(run)[2]["rollout/age"]) < 1
     assert float(rows(run)[2]["mismatch/staleness_kl"]) > 0
@@ -393,12 +381,12 @@ def test_the_learner_does_not_wait_for_the_engine_to_score(tmp_path):
     engine.score = late
     run = fit(tmp_path, ONE_OFF, epochs=3, engine=engine, callbacks=[Updated()])
     assert all(float(row["mismatch/staleness_kl"]) > 0 for row in rows(run)[1:])
-    assert run.data.schedule.tokens_of_age[1] > 0
+    assert ages(run)[1:] == [1, 1]
 
 
 def test_tokens_are_never_older_than_allowed_whenever_the_weights_come(tmp_path):
     run = flight(tmp_path, epochs=8, waits=False)
-    assert set(run.data.schedule.tokens_of_age) <= {0, 1, 2}
+    assert max(ages(run)) <= 2
     assert run.watch.prompts == fit(tmp_path / "on", {}, epochs=8).watch.prompts
 
 
@@ -410,7 +398,7 @@ def test_log_probs_in_flight_are_those_of_the_weights_that_drew(tmp_path):
 def test_a_run_with_updates_in_flight_goes_on(tmp_path):
     cut = flight(tmp_path / "cut", epochs=6, waits=False, callbacks=[StopAfter(3)])
     rest = flight(tmp_path / "rest", epochs=6, waits=False, ckpt_path=str(cut.folder / "checkpoints" / "last.ckpt"))
-    assert set(rest.data.schedule.tokens_of_age) <= {0, 1, 2}
+    assert max(ages(rest)) <= 2
     whole = cut.watch.prompts + rest.watch.prompts
     assert whole == fit(tmp_path / "on", {}, epochs=6).watch.prompts
 
@@ -428,7 +416,7 @@ def test_an_engine_that_dies_of_a_publish_in_flight_draws_everything_under_way_a
     assert run.watch.prompts == fit(tmp_path / "on", {}, epochs=5).watch.prompts
     (death,) = [one for one in read_jsonl(run.folder / "events.jsonl") if one["kind"] == "engine_died"]
     assert "of a publish" in death["message"]
-    assert set(run.data.schedule.tokens_of_age) <= {0, 1, 2}
+    assert max(ages(run)) <= 2
 
 
 def test_a_publisher_that_publishes_less_often_is_refused(tmp_path):
@@ -447,11 +435,11 @@ def test_an_error_that_is_no_death_ends_the_run(tmp_path):
 
 def test_several_processes_draw_anew_what_one_had_drawn(tmp_path):
     _, _, data = build(tmp_path, engine=Apart(), data=THREE_OFF)
-    saved = {"drafts": [{"iteration": 1, "start": 4, "completions": []}], "ages": {"0": 3}, "weights": {}}
+    saved = {"drafts": [{"iteration": 1, "start": 4, "completions": []}], "weights": {}}
     for processes, position, due in ((1, 9, {2, 3}), (2, 4, {1, 2, 3})):
         data.trainer = SimpleNamespace(world_size=processes)
         data.load_state_dict({"position": 9, "ahead": saved})
-        assert (data.position, data.schedule.tokens_of_age) == (position, {0: 3})
+        assert data.position == position
         assert {number for number in range(1, 4) if data.schedule.due(number, number + 1)} == due
 
 

@@ -111,7 +111,7 @@ def test_the_only_update_of_a_rollout_needs_no_second_forward():
         (lambda: GSPO(clip_high=-1.0), "clip_high"),
         (lambda: TBPO(mismatch_cap=0.5), "mismatch_cap"),
         (lambda: TBPO(old_logprobs="bypass"), "twice"),
-        (lambda: SAPO(temperature_pos=0.0), "SAPO"),
+        (lambda: SAPO(temperature_pos=0.0), "temperature_pos > 0"),
     ],
 )
 def test_bad_input_is_refused_at_construction(make, word):
