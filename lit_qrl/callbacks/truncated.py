@@ -1,6 +1,7 @@
 """Importance sampling as callbacks: truncated, and masked."""
 
 import math
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -10,35 +11,15 @@ from torch import Tensor
 from lit_qrl.errors import ConfigError
 from lit_qrl.functional._checks import check_band, check_choice
 from lit_qrl.functional._statistics import share
-from lit_qrl.functional.importance import (
-    adaptive_upper,
-    geometric_masked,
-    geometric_truncated,
-    sequence_masked,
-    sequence_truncated,
-    token_masked,
-    token_truncated,
-)
+from lit_qrl.functional.importance import Level, adaptive_upper, masked_weights, truncated_weights
 from lit_qrl.loop.hooks import RLCallback
 from lit_qrl.types import Correction, LossContext
-
-Level = Literal["token", "sequence", "geometric"]
 
 # The peers' usual bounds: 2 for a token, 5 for a sequence; 2 for the geometric mean is QaRL's cap (its Table 2).
 DEFAULT_UPPER: dict[Level, float] = {"token": 2.0, "sequence": 5.0, "geometric": 2.0}
 # A weight of e^20 outweighs any batch. Only without an upper bound can it occur; then its tokens leave the loss and
 # are counted, rather than that it is clamped in silence.
 EXTREME = math.exp(20.0)
-
-
-WEIGHTS = {
-    ("truncated", "token"): token_truncated,
-    ("truncated", "sequence"): sequence_truncated,
-    ("truncated", "geometric"): geometric_truncated,
-    ("masked", "token"): token_masked,
-    ("masked", "sequence"): sequence_masked,
-    ("masked", "geometric"): geometric_masked,
-}
 
 
 class _Weights(RLCallback):
@@ -63,7 +44,7 @@ class _Weights(RLCallback):
 
     def correct(self, trainer: Trainer, module: Any, context: LossContext) -> Correction:
         d, mask, all_reduce = context.log_ratio, context.mask, context.all_reduce
-        weigh = WEIGHTS[self.kind, self.level]
+        weigh = partial(truncated_weights if self.kind == "truncated" else masked_weights, level=self.level)
         bound = adaptive_upper(d, mask, all_reduce) if self.upper == "auto" else self.upper
         weights, keep = weigh(d, mask, lower=self.lower, upper=bound), None
         changed = weights == 0 if self.kind == "masked" else weights != weigh(d, mask, lower=0.0, upper=math.inf)

@@ -6,6 +6,7 @@ without tokens has ratio 1. Log-ratios are never clamped: e^d of a non-finite or
 """
 
 import math
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float
@@ -16,6 +17,7 @@ from lit_qrl.functional._statistics import as_float, largest, masked, masked_sum
 from lit_qrl.types import AllReduce, no_all_reduce
 
 Weights = Float[Tensor, "b t"]
+Level = Literal["token", "sequence", "geometric"]
 
 
 def log_ratio(
@@ -36,13 +38,14 @@ def log_ratio(
     return masked(mask, as_float(learner.detach()) - as_float(sampler.detach()))
 
 
-def _sequence(d: Tensor, mask: Tensor) -> Tensor:
+def _log_ratios(d: Tensor, mask: Tensor, level: Level) -> Tensor:
+    """Return the logarithms of the ratios of tokens "b t", or of sequences "b 1"."""
     require_tokens(mask)
-    return as_float(d).sum(dim=1, keepdim=True)
-
-
-def _geometric(d: Tensor, mask: Tensor) -> Tensor:
-    return _sequence(d, mask) / mask.sum(dim=1, keepdim=True).clamp(min=1)
+    d = as_float(d)
+    if level == "token":
+        return d
+    total = d.sum(dim=1, keepdim=True)
+    return total if level == "sequence" else total / mask.sum(dim=1, keepdim=True).clamp(min=1)
 
 
 def _spread(weights: Tensor, mask: Tensor) -> Tensor:
@@ -50,9 +53,34 @@ def _spread(weights: Tensor, mask: Tensor) -> Tensor:
     return weights if weights.shape == mask.shape else masked(mask, weights, 1.0)
 
 
-def _truncate(log_weights: Tensor, mask: Tensor, upper: Bound, lower: float | None) -> Tensor:
+def truncated_weights(
+    d: Weights, mask: Bool[Tensor, "b t"], upper: Bound, lower: float | None = 0.0, level: Level = "token"
+) -> Weights:
+    """Return the ratio of a token, or on each token that of its sequence, clamped into [lower, upper].
+
+    Truncated importance sampling (TIS), by level:
+
+    - `token`: min(ρ_t, C) with ρ_t = e^d, AIS eq. 8 (FlashRL); survey "Token-TIS". With upper = inf it is the
+      untruncated form of NeMo-RL;
+    - `sequence`: min(Π_t ρ_t, C), survey "Sequence-TIS";
+    - `geometric`: (Π_t ρ_t)^(1/T), survey "Geo-RS", used as a weight: w_seq-mismatch of QaRL §3.2 with lower = 1/upper.
+
+    Args:
+        d: "b t", nats.
+        mask: completion tokens that count.
+        upper: C >= 1; a 0-dim tensor is taken as a measured bound, such as that of `adaptive_upper`.
+        lower: in [0, 1]; None is 1/upper.
+        level: whose ratio it is.
+
+    Raises:
+        ConfigError: the band does not hold 1.
+
+    >>> d, mask = torch.tensor([[0.0, 3.0, -1.0]]), torch.ones(1, 3, dtype=torch.bool)
+    >>> truncated_weights(d, mask, 2.0), truncated_weights(d, mask, 2.0, level="geometric")
+    (tensor([[1.0000, 2.0000, 0.3679]]), tensor([[1.9477, 1.9477, 1.9477]]))
+    """
     bottom = check_band(lower, upper)
-    weights = log_weights.exp()
+    weights = _log_ratios(d, mask, level).exp()
     if isinstance(upper, Tensor):
         weights = torch.minimum(weights, upper)
     elif upper < math.inf:
@@ -64,35 +92,27 @@ def _truncate(log_weights: Tensor, mask: Tensor, upper: Bound, lower: float | No
     return _spread(weights, mask)
 
 
-def _zero_outside(log_weights: Tensor, mask: Tensor, lower: float | None, upper: Bound) -> Tensor:
+def masked_weights(
+    d: Weights, mask: Bool[Tensor, "b t"], lower: float | None, upper: Bound, level: Level = "token"
+) -> Weights:
+    """Return the ratio of a token, or on each token that of its sequence, inside [lower, upper] and 0 outside.
+
+    Masked importance sampling (MIS), IcePop: I(lower <= ρ_t <= upper)·ρ_t, survey "Token-level MIS"; for `sequence`
+    I(ρ <= C)·ρ, survey "Sequence-MIS" with lower = 0. A weight of 0 stays in the loss's denominator.
+
+    Arguments and errors as in `truncated_weights`.
+
+    >>> d, mask = torch.tensor([[0.0, 3.0, -1.0]]), torch.ones(1, 3, dtype=torch.bool)
+    >>> masked_weights(d, mask, None, 2.0), masked_weights(d, mask, None, 2.0, level="sequence")
+    (tensor([[1., 0., 0.]]), tensor([[0., 0., 0.]]))
+    """
     bottom = check_band(lower, upper)
-    weights = log_weights.exp()
+    weights = _log_ratios(d, mask, level).exp()
     return _spread(masked((weights >= bottom) & (weights <= upper), weights), mask)
 
 
-def token_truncated(d: Weights, mask: Bool[Tensor, "b t"], upper: Bound = 2.0, lower: float | None = 0.0) -> Weights:
-    """Return e^d per token, clamped into [lower, upper]: truncated importance sampling (TIS).
-
-    min(ρ_t, C), AIS eq. 8 (FlashRL); survey "Token-TIS". With upper = inf it is the untruncated form of NeMo-RL.
-
-    Args:
-        d: "b t", nats.
-        mask: completion tokens that count.
-        upper: C >= 1; a 0-dim tensor is taken as a measured bound, such as that of `adaptive_upper`.
-        lower: in [0, 1]; None is 1/upper.
-
-    Raises:
-        ConfigError: the band does not hold 1.
-
-    >>> token_truncated(torch.tensor([[0.0, 3.0, -1.0]]), torch.ones(1, 3, dtype=torch.bool))
-    tensor([[1.0000, 2.0000, 0.3679]])
-    """
-    require_tokens(mask)
-    return _truncate(as_float(d), mask, upper, lower)
-
-
 def truncated_share(d: Weights, mask: Bool[Tensor, "b t"], upper: float) -> Weights:
-    """Return min(e^d, C)/e^d per token, in (0, 1]: what `token_truncated` leaves of the ratio; QuRL's r.
+    """Return min(e^d, C)/e^d per token, in (0, 1]: what `truncated_weights` leaves of the ratio; QuRL's r.
 
     Args:
         d: "b t", nats.
@@ -109,79 +129,6 @@ def truncated_share(d: Weights, mask: Bool[Tensor, "b t"], upper: float) -> Weig
     return masked(mask, (math.log(upper) - as_float(d)).clamp(max=0.0), 0.0).exp()
 
 
-def token_masked(d: Weights, mask: Bool[Tensor, "b t"], lower: float | None, upper: Bound) -> Weights:
-    """Return e^d per token inside [lower, upper] and 0 outside: masked importance sampling (MIS), IcePop.
-
-    I(lower <= ρ_t <= upper)·ρ_t, survey "Token-level MIS". A weight of 0 stays in the loss's denominator.
-
-    Args:
-        d: "b t", nats.
-        mask: completion tokens that count.
-        lower: in [0, 1]; None is 1/upper.
-        upper: at least 1.
-
-    Raises:
-        ConfigError: the band does not hold 1.
-
-    >>> token_masked(torch.tensor([[0.0, 3.0, -1.0]]), torch.ones(1, 3, dtype=torch.bool), None, 2.0)
-    tensor([[1., 0., 0.]])
-    """
-    require_tokens(mask)
-    return _zero_outside(as_float(d), mask, lower, upper)
-
-
-def sequence_truncated(d: Weights, mask: Bool[Tensor, "b t"], upper: Bound = 5.0, lower: float | None = 0.0) -> Weights:
-    """Return e^(Σ d) of the sequence, clamped into [lower, upper], on each of its tokens.
-
-    min(Π_t ρ_t, C), survey "Sequence-TIS".
-
-    Arguments and errors as in `token_truncated`.
-
-    >>> import math
-    >>> d = torch.full((1, 10), math.log(1.1))
-    >>> round(float(sequence_truncated(d, torch.ones(1, 10, dtype=torch.bool))[0, 0]), 2)
-    2.59
-    """
-    return _truncate(_sequence(d, mask), mask, upper, lower)
-
-
-def sequence_masked(d: Weights, mask: Bool[Tensor, "b t"], lower: float | None, upper: Bound) -> Weights:
-    """Return e^(Σ d) of the sequence inside [lower, upper] and 0 outside, on each of its tokens.
-
-    I(ρ <= C)·ρ, survey "Sequence-MIS" with lower = 0.
-
-    Arguments and errors as in `token_masked`.
-
-    >>> sequence_masked(torch.tensor([[1.0, 1.0]]), torch.ones(1, 2, dtype=torch.bool), 0.0, 5.0)
-    tensor([[0., 0.]])
-    """
-    return _zero_outside(_sequence(d, mask), mask, lower, upper)
-
-
-def geometric_truncated(d: Weights, mask: Bool[Tensor, "b t"], upper: Bound, lower: float | None = 0.0) -> Weights:
-    """Return e^(mean d) of the sequence, clamped into [lower, upper], on each of its tokens.
-
-    ρ^(1/T), survey "Geo-RS", used as a weight: w_seq-mismatch of QaRL §3.2 with lower = 1/upper.
-
-    Arguments and errors as in `token_truncated`.
-
-    >>> geometric_truncated(torch.tensor([[1.0, 0.0]]), torch.ones(1, 2, dtype=torch.bool), 2.0)
-    tensor([[1.6487, 1.6487]])
-    """
-    return _truncate(_geometric(d, mask), mask, upper, lower)
-
-
-def geometric_masked(d: Weights, mask: Bool[Tensor, "b t"], lower: float | None, upper: Bound) -> Weights:
-    """Return e^(mean d) of the sequence inside [lower, upper] and 0 outside, on each of its tokens.
-
-    Arguments and errors as in `token_masked`.
-
-    >>> geometric_masked(torch.tensor([[1.0, 0.0]]), torch.ones(1, 2, dtype=torch.bool), None, 1.5)
-    tensor([[0., 0.]])
-    """
-    return _zero_outside(_geometric(d, mask), mask, lower, upper)
-
-
 def adaptive_upper(d: Weights, mask: Bool[Tensor, "b t"], all_reduce: AllReduce = no_all_reduce) -> Float[Tensor, ""]:
     """Return the truncation bound for sequence ratios that minimises the survey's bound on the error.
 
@@ -196,7 +143,7 @@ def adaptive_upper(d: Weights, mask: Bool[Tensor, "b t"], all_reduce: AllReduce 
     >>> round(float(adaptive_upper(torch.zeros(3, 4), torch.ones(3, 4, dtype=torch.bool))), 4)
     1.4142
     """
-    doubled = 2.0 * _sequence(d, mask)[:, 0]
+    doubled = 2.0 * _log_ratios(d, mask, "sequence")[:, 0]
     rows = mask.any(dim=1)
     top = largest(rows, doubled, all_reduce).clamp(min=torch.finfo(doubled.dtype).min)
     count, total = masked_sums(rows, (doubled - top).exp(), all_reduce=all_reduce)

@@ -20,7 +20,7 @@ def test_default_bounds_of_each_level(level, kind, corrects):
         got = corrects(level).correct(None, None, given)
     lower = 0.0 if kind == "truncated" else 1 / upper
     bounds = {"lower": lower, "upper": upper}
-    assert torch.equal(got.weights, getattr(F, f"{level}_{kind}")(given.log_ratio, given.mask, **bounds))
+    assert torch.equal(got.weights, getattr(F, f"{kind}_weights")(given.log_ratio, given.mask, **bounds, level=level))
     assert got.keep is None
     rows = [row for row in listed(given.log_ratio, given.mask) if row]
     ratios = {
@@ -36,7 +36,7 @@ def test_default_bounds_of_each_level(level, kind, corrects):
 def test_lower_bound_and_its_reciprocal():
     given = context()
     got = TruncatedIS(upper=1.25, lower=None).correct(None, None, given)
-    assert torch.equal(got.weights, F.token_truncated(given.log_ratio, given.mask, 1.25, 0.8))
+    assert torch.equal(got.weights, F.truncated_weights(given.log_ratio, given.mask, 1.25, 0.8))
 
 
 def test_measured_bound_is_logged_and_global():
@@ -45,7 +45,7 @@ def test_measured_bound_is_logged_and_global():
         got = TruncatedIS("sequence", upper="auto").correct(None, None, given)
     upper = F.adaptive_upper(given.log_ratio, given.mask)
     assert torch.equal(got.metrics["correction/upper"], upper)
-    assert torch.equal(got.weights, F.sequence_truncated(given.log_ratio, given.mask, upper))
+    assert torch.equal(got.weights, F.truncated_weights(given.log_ratio, given.mask, upper, level="sequence"))
     parts = Ranks(2).run(
         lambda r, f: TruncatedIS("sequence", upper="auto").correct(
             None, None, context(huge=1.0, all_reduce=f, part=slice(4 * r, 4 * r + 4))

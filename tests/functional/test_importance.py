@@ -25,29 +25,35 @@ def mean(values):
 
 # name: (function of (d, mask), reference of one row's list of d)
 CASES = {
-    "token_truncated": (lambda d, m: F.token_truncated(d, m), lambda r: [clamp(math.exp(x), 0, 2) for x in r]),
+    "token_truncated": (lambda d, m: F.truncated_weights(d, m, 2.0), lambda r: [clamp(math.exp(x), 0, 2) for x in r]),
     "token_truncated_both": (
-        lambda d, m: F.token_truncated(d, m, 3.0, None),
+        lambda d, m: F.truncated_weights(d, m, 3.0, None),
         lambda r: [clamp(math.exp(x), 1 / 3, 3) for x in r],
     ),
-    "token_untruncated": (lambda d, m: F.token_truncated(d, m, INF), lambda r: [math.exp(x) for x in r]),
-    "token_masked": (lambda d, m: F.token_masked(d, m, 0.5, 2.0), lambda r: [band(math.exp(x), 0.5, 2) for x in r]),
+    "token_untruncated": (lambda d, m: F.truncated_weights(d, m, INF), lambda r: [math.exp(x) for x in r]),
+    "token_masked": (lambda d, m: F.masked_weights(d, m, 0.5, 2.0), lambda r: [band(math.exp(x), 0.5, 2) for x in r]),
     "token_masked_reciprocal": (
-        lambda d, m: F.token_masked(d, m, None, 1.25),
+        lambda d, m: F.masked_weights(d, m, None, 1.25),
         lambda r: [band(math.exp(x), 0.8, 1.25) for x in r],
     ),
-    "sequence_truncated": (lambda d, m: F.sequence_truncated(d, m), lambda r: clamp(math.exp(sum(r)), 0, 5)),
+    "sequence_truncated": (
+        lambda d, m: F.truncated_weights(d, m, 5.0, level="sequence"),
+        lambda r: clamp(math.exp(sum(r)), 0, 5),
+    ),
     "sequence_truncated_both": (
-        lambda d, m: F.sequence_truncated(d, m, 1.5, 0.9),
+        lambda d, m: F.truncated_weights(d, m, 1.5, 0.9, level="sequence"),
         lambda r: clamp(math.exp(sum(r)), 0.9, 1.5),
     ),
-    "sequence_masked": (lambda d, m: F.sequence_masked(d, m, 0.0, 5.0), lambda r: band(math.exp(sum(r)), 0, 5)),
+    "sequence_masked": (
+        lambda d, m: F.masked_weights(d, m, 0.0, 5.0, level="sequence"),
+        lambda r: band(math.exp(sum(r)), 0, 5),
+    ),
     "geometric_truncated": (
-        lambda d, m: F.geometric_truncated(d, m, 1.1, 0.95),
+        lambda d, m: F.truncated_weights(d, m, 1.1, 0.95, level="geometric"),
         lambda r: clamp(math.exp(mean(r)), 0.95, 1.1),
     ),
     "geometric_masked": (
-        lambda d, m: F.geometric_masked(d, m, None, 1.2),
+        lambda d, m: F.masked_weights(d, m, None, 1.2, level="geometric"),
         lambda r: band(math.exp(mean(r)), 1 / 1.2, 1.2),
     ),
     "geometric_keep": (lambda d, m: ratio_keep(d, m, 0.9, 1.1), lambda r: float(0.9 <= math.exp(mean(r)) <= 1.1)),
@@ -119,17 +125,19 @@ def test_adaptive_upper_of_an_empty_batch_and_as_a_bound():
     assert float(F.adaptive_upper(torch.zeros(2, 3), nothing)) == pytest.approx(math.sqrt(2))
     d, mask = torch.tensor([[3.0], [-3.0], [-3.0]]), torch.ones(3, 1, dtype=torch.bool)
     upper = F.adaptive_upper(d, mask)
-    weights = F.sequence_truncated(d, mask, upper)
+    weights = F.truncated_weights(d, mask, upper, level="sequence")
     assert float(weights[0]) == pytest.approx(float(upper))
     assert float(weights[1]) == pytest.approx(math.exp(-3))
-    assert float(F.sequence_truncated(d, mask, upper, None)[1]) == pytest.approx(max(math.exp(-3), 1 / float(upper)))
+    assert float(F.truncated_weights(d, mask, upper, None, level="sequence")[1]) == pytest.approx(
+        max(math.exp(-3), 1 / float(upper))
+    )
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_batch_normalized_equals_the_loop(level, dtype):
     learner, sampler, mask, _ = rows(dtype)
-    weights = F.token_truncated(F.log_ratio(learner, sampler, mask), mask)
+    weights = F.truncated_weights(F.log_ratio(learner, sampler, mask), mask, 2.0)
     with no_host_sync():
         got = F.batch_normalized(weights, mask, level)
     per_row = listed(weights, mask)
@@ -152,7 +160,7 @@ def test_batch_normalized_leaves_zeros_and_refuses_an_unknown_level():
 def test_statistics_are_global_over_ranks(level):
     learner, sampler, mask, _ = rows(huge=2.0)
     d = F.log_ratio(learner, sampler, mask)
-    weights = F.token_truncated(d, mask)
+    weights = F.truncated_weights(d, mask, 2.0)
     whole, upper = F.batch_normalized(weights, mask, level), F.adaptive_upper(d, mask)
     parts = Ranks(2).run(
         lambda r, f: (
@@ -170,8 +178,10 @@ def test_equal_policies_give_weights_of_exactly_one():
     for name, (function, _) in CASES.items():
         got = function(d, mask)
         assert torch.equal(got.float(), torch.ones(mask.shape)), name
-    assert torch.equal(F.sequence_truncated(d, mask, F.adaptive_upper(d, mask), None), torch.ones(mask.shape))
-    assert torch.equal(F.token_masked(d, mask, None, 1.0), torch.ones(mask.shape))  # the band holds its edges
+    assert torch.equal(
+        F.truncated_weights(d, mask, F.adaptive_upper(d, mask), None, level="sequence"), torch.ones(mask.shape)
+    )
+    assert torch.equal(F.masked_weights(d, mask, None, 1.0), torch.ones(mask.shape))  # the band holds its edges
     assert opsm_keep(d, mask, advantages, 1e-9).all()
     for level in ("token", "sequence"):
         assert torch.equal(F.batch_normalized(torch.ones(mask.shape), mask, level), torch.ones(mask.shape))
@@ -179,25 +189,25 @@ def test_equal_policies_give_weights_of_exactly_one():
 
 def test_huge_log_ratios_are_not_clamped():
     d, mask = torch.tensor([[30.0, 30.0, 30.0]]), torch.ones(1, 3, dtype=torch.bool)
-    assert float(F.token_truncated(d, mask, INF)[0, 0]) == pytest.approx(math.exp(30), rel=1e-5)
-    assert math.isinf(float(F.sequence_truncated(d, mask, INF)[0, 0]))
-    assert torch.equal(F.sequence_truncated(d, mask), torch.full((1, 3), 5.0))
-    assert torch.equal(F.sequence_masked(d, mask, None, 5.0), torch.zeros(1, 3))
+    assert float(F.truncated_weights(d, mask, INF)[0, 0]) == pytest.approx(math.exp(30), rel=1e-5)
+    assert math.isinf(float(F.truncated_weights(d, mask, INF, level="sequence")[0, 0]))
+    assert torch.equal(F.truncated_weights(d, mask, 5.0, level="sequence"), torch.full((1, 3), 5.0))
+    assert torch.equal(F.masked_weights(d, mask, None, 5.0, level="sequence"), torch.zeros(1, 3))
 
 
 def test_half_types_are_raised():
     d, mask = torch.zeros(1, 2, dtype=torch.bfloat16), torch.ones(1, 2, dtype=torch.bool)
-    assert F.token_truncated(d, mask).dtype == torch.float32
+    assert F.truncated_weights(d, mask, 2.0).dtype == torch.float32
     assert F.log_ratio(d, d, mask).dtype == torch.float32
 
 
 @pytest.mark.parametrize(
     "call",
     [
-        lambda d, m: F.token_truncated(d, m, 0.5),
-        lambda d, m: F.token_truncated(d, m, math.nan),
-        lambda d, m: F.token_masked(d, m, 3.0, 2.0),
-        lambda d, m: F.sequence_masked(d, m, -1.0, 2.0),
+        lambda d, m: F.truncated_weights(d, m, 0.5),
+        lambda d, m: F.truncated_weights(d, m, math.nan),
+        lambda d, m: F.masked_weights(d, m, 3.0, 2.0),
+        lambda d, m: F.masked_weights(d, m, -1.0, 2.0, level="sequence"),
         lambda d, m: ratio_keep(d, m, 1.001, 1.01),
         lambda d, m: token_veto(d, m, -9.2),
         lambda d, m: token_veto(d, m, 1.0),
