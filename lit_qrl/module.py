@@ -11,12 +11,12 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 
-from lit_qrl.data.benchmark import Share, samples_of
+from lit_qrl.data.benchmark import Share, answer, samples_of
 from lit_qrl.data.module import RolloutDataModule
 from lit_qrl.errors import ConfigError, require_object
 from lit_qrl.loop.batching import deal_by_length
 from lit_qrl.loop.correction import check_combination, check_estimated, close, needs_kept, weigh_here
-from lit_qrl.loop.evaluation import EvaluationMetrics, answer
+from lit_qrl.loop.evaluation import EvaluationMetrics
 from lit_qrl.loop.generation import drawn
 from lit_qrl.loop.hooks import (
     PreparesTrainer,

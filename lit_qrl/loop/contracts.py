@@ -5,7 +5,7 @@ micro-batches (`MicroBatches`). `loop.schedule.RolloutPrefetcher` draws ahead in
 tokens; the loop asks all of them alike.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -235,31 +235,6 @@ class MicroBatches:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Cut by what a run before was cut by."""
-
-
-class Share(Protocol):
-    """What one process answers of a set of held-out problems."""
-
-    problems: list[Problem]
-    positions: list[int] | None
-
-    @property
-    def name(self) -> str:
-        """The set's; empty for the task's own."""
-        ...
-
-    @property
-    def task(self) -> object:
-        """Whose problems they are."""
-        ...
-
-    def decodings(self, stop_token_ids: tuple[int, ...]) -> dict[str, tuple[int, SamplingParams]]:
-        """Return how many answers of each kind are drawn of a problem, and how."""
-        ...
-
-    def is_correct(self, completions: Sequence[Completion], decode: Callable[[Sequence[int]], str]) -> list[bool]:
-        """Return for each completion, prompt-major, whether it solves its problem."""
-        ...
 
 
 class RolloutData(Protocol):

@@ -1,8 +1,6 @@
-"""Answers to held-out problems, greedy and sampled, and the accuracies that they make."""
+"""The accuracies that answers to held-out problems make."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import torch
@@ -10,52 +8,6 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lit_qrl.functional.evaluation import effective_size, pass_at_k, wilson_interval
-from lit_qrl.loop.contracts import Learner, Share
-from lit_qrl.loop.generation import draw, together
-from lit_qrl.seeding import derive_seed
-from lit_qrl.types import Completion
-
-
-@dataclass(frozen=True, slots=True)
-class Answers:
-    """What one way of decoding made of the problems.
-
-    Args:
-        completions: `n` of each problem, prompt-major.
-        correct: "problems n", True where a completion solves its problem.
-        stopped: "problems n", True where it ended by itself, not at the longest answer.
-    """
-
-    completions: list[Completion]
-    correct: Tensor
-    stopped: Tensor
-
-
-@torch.no_grad()
-def answer(learner: Learner, share: Share, stage: str) -> Mapping[str, Answers]:
-    """Return the answers to a share of an evaluation: `greedy` (one per problem) and `sampled`, where it has them.
-
-    The generator is seeded anew each time, so that evaluations differ by the policy alone and the training's random
-    state is not touched; and by a problem's number in the whole set, so that any number of processes draws the same.
-
-    Args:
-        learner: the policy, and the data module with the engine.
-        share: of a set of the data module.
-        stage: named on the progress bar.
-    """
-    found, problems, policy = {}, share.problems, learner.policy
-    seed = derive_seed(learner.data.base_seed, "evaluation", share.name or 0)
-    for kind, (n, sampling) in share.decodings(policy.stop_token_ids).items():
-        shown = f"{stage} {share.name} {kind}".replace("  ", " ")
-        # More processes than problems leave some without any, which have a part of an engine all the same.
-        asks = bool(problems) or learner.data.engine.draws_together
-        drawing = partial(draw, learner, problems, share.task, n, seed, shown, sampling, share.positions)
-        completions = together(learner, drawing if asks else list)  # `list` draws nothing
-        correct = share.is_correct(completions, policy.decode) if problems else []
-        stopped = [completion.finish_reason == "stop" for completion in completions]
-        grids = (torch.tensor(one, dtype=torch.bool).view(len(problems), n) for one in (correct, stopped))
-        found[kind] = Answers(completions, *grids)
-    return found
 
 
 class PassAtK(Metric):

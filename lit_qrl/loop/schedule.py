@@ -401,40 +401,24 @@ def check_ahead(learner: Learner, schedule: str) -> None:
         learner: with engine, objective and policy.
         schedule: for the error.
     """
-    engine, objective = learner.data.engine, learner.objective
-    for differs, expected, given, remedy in (
-        (
-            not engine.overlaps,
-            "an engine in a process of its own",
-            f"data.engine: {type(engine).__name__}, which shares the learner's memory",
-            "Set data.engine to RemoteVLLMEngine.",
-        ),
-        (
-            objective.filter_zero_variance,
-            "an objective that takes every group",
-            "filter_zero_variance, which draws again when rewards are known",
-            "Set it to false, or data.schedule to on_policy.",
-        ),
-        (
-            isinstance(learner.data.task, TakesTurns),
-            "completions of one turn",
-            f"data.task: {type(learner.data.task).__name__}, whose environments answer while it draws",
-            "Set data.schedule to on_policy.",
-        ),
-        (
-            learner.policy.denoises,
-            "a causal policy",
-            f"{type(learner.policy).__name__}, whose sampler estimates log-probs again for each pass",
-            "Set data.schedule to on_policy.",
-        ),
-    ):
-        if differs:
-            raise ConfigError(
-                f"data.schedule: {schedule} generates during updates, which this configuration does not support.",
-                expected=expected,
-                given=given,
-                remedy=remedy,
-            )
+    engine, task = learner.data.engine, learner.data.task
+    given, remedy = None, "Set data.schedule to on_policy."
+    if not engine.overlaps:
+        given = f"data.engine: {type(engine).__name__}, which shares the learner's memory"
+        remedy = "Set data.engine to RemoteVLLMEngine."
+    elif learner.objective.filter_zero_variance:
+        given = "objective.filter_zero_variance, which draws again when rewards are known"
+        remedy = "Set it to false, or data.schedule to on_policy."
+    elif isinstance(task, TakesTurns):
+        given = f"data.task: {type(task).__name__}, whose environments answer while it draws"
+    elif learner.policy.denoises:
+        given = f"{type(learner.policy).__name__}, whose sampler estimates log-probs again for each pass"
+    if given is not None:
+        raise ConfigError(
+            f"data.schedule: {schedule} generates during updates, which this configuration does not support.",
+            given=given,
+            remedy=remedy,
+        )
     check_in_flight(learner)
 
 

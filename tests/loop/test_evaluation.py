@@ -4,9 +4,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lit_qrl.data.benchmark import EvaluationSet, Share
+from lit_qrl.data.benchmark import EvaluationSet, Share, answer
 from lit_qrl.loop.contracts import Problem
-from lit_qrl.loop.evaluation import answer
 from lit_qrl.rollout.embedded.sampling import uniforms
 from lit_qrl.types import Completion
 from tests.tiny_run import DigitTask, build
