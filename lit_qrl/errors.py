@@ -201,7 +201,7 @@ def nearest(name: str, choices: Iterable[str]) -> str:
     return f"Did you mean {close[0]!r}?" if close else f"Choose one of {', '.join(choices)}."
 
 
-def check_choice(key: str, given: str, choices: Sequence[str]) -> None:
+def check_choice(key: str, given: object, choices: Sequence[object]) -> None:
     """Raise `ConfigError` for a value that is none of the choices, where Python was given it and no parser looked.
 
     >>> check_choice("data.schedule", "asynch", ["one", "async"])
@@ -209,8 +209,10 @@ def check_choice(key: str, given: str, choices: Sequence[str]) -> None:
     lit_qrl.errors.ConfigError: data.schedule is unknown. Expected: one, async. Given: asynch. Did you mean 'async'?
     """
     if given not in choices:
-        expected = ", ".join(choices)
-        raise ConfigError(f"{key} is unknown.", expected=expected, given=given, remedy=nearest(str(given), choices))
+        names = [str(choice) for choice in choices]
+        raise ConfigError(
+            f"{key} is unknown.", expected=", ".join(names), given=given, remedy=nearest(str(given), names)
+        )
 
 
 def listed(names: Iterable[str], shown: int = 5) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig
 
-from lit_qrl.errors import ConfigError
+from lit_qrl.errors import ConfigError, check_choice
 from lit_qrl.functional.logprobs import Pick, token_logprobs
 from lit_qrl.functional.vocabulary_kl import vocabulary_kl
 from lit_qrl.network.adapters import check_adapter, merged_weights, starts_from_base, with_adapter
@@ -133,10 +133,8 @@ class CausalPolicy(Described, nn.Module):
         reference: str | None = None,
     ) -> None:
         super().__init__()
-        if dtype not in ("auto", *DTYPES):
-            raise ConfigError("model.policy.dtype is unknown.", expected="auto, fp32, bf16 or fp16", given=dtype)
-        if head_dtype not in ("auto", "fp32"):
-            raise ConfigError("model.policy.head_dtype is unknown.", expected="auto or fp32", given=head_dtype)
+        check_choice("model.policy.dtype", dtype, ("auto", *DTYPES))
+        check_choice("model.policy.head_dtype", head_dtype, ("auto", "fp32"))
         check_adapter(lora)
         self.source = resolve_model(model, weights=not random_weights)
         self.dtype, self.lora, self.gradient_checkpointing = dtype, lora, gradient_checkpointing

@@ -4,7 +4,8 @@ from typing import Any, Literal
 
 from lightning.pytorch import Trainer
 
-from lit_qrl.functional._checks import check_ais, check_choice
+from lit_qrl.errors import check_choice
+from lit_qrl.functional._checks import check_ais
 from lit_qrl.functional.adaptive import AISGate, ais_gate, ais_oracle, ais_weights
 from lit_qrl.functional.importance import log_ratio
 from lit_qrl.loop.hooks import RLCallback, trainer_all_reduce
@@ -45,7 +46,7 @@ class AIS(RLCallback):
         oracle: bool = False,
     ) -> None:
         check_ais(clip, saturation, tolerance, sensitivity, eps, level)
-        check_choice("scope of AIS", scope, "minibatch", "rollout")
+        check_choice("scope of AIS", scope, ("minibatch", "rollout"))
         self.clip, self.saturation, self.tolerance = clip, saturation, tolerance
         self.sensitivity, self.eps = sensitivity, eps
         self.level: Literal["token", "sequence"] = level

@@ -5,7 +5,8 @@ from typing import Any
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from lit_qrl.functional._checks import check_above, check_band, check_choice, check_divergence, check_veto
+from lit_qrl.errors import check_choice
+from lit_qrl.functional._checks import check_above, check_band, check_divergence, check_veto
 from lit_qrl.functional._statistics import share
 from lit_qrl.functional.rejection import Divergence, Over, opsm_keep, ratio_keep, token_veto
 from lit_qrl.loop.hooks import RLCallback
@@ -49,8 +50,8 @@ class RatioRejection(RLCallback):
         count_rejected: bool = False,
     ) -> None:
         name = type(self).__name__
-        check_choice(f"divergence of {name}", divergence, "k1", "k2", "k3")
-        check_choice(f"over of {name}", over, "token", "mean", "sum", "max")
+        check_choice(f"divergence of {name}", divergence, ("k1", "k2", "k3"))
+        check_choice(f"over of {name}", over, ("token", "mean", "sum", "max"))
         if divergence == "k1":
             check_band(lower, upper, what=f"The band of {name}")
         else:

@@ -6,8 +6,7 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import Trainer
 
-from lit_qrl.errors import ConfigError
-from lit_qrl.functional._checks import check_choice
+from lit_qrl.errors import ConfigError, check_choice
 from lit_qrl.functional.importance import log_ratio
 from lit_qrl.functional.mismatch import k3_divergence
 from lit_qrl.loop.hooks import RLCallback
@@ -38,7 +37,7 @@ class RouterReplay(RLCallback):
     """
 
     def __init__(self, level: Literal["rollout", "old"] = "rollout", compare_every: int = 0) -> None:
-        check_choice("level of RouterReplay", level, "rollout", "old")
+        check_choice("level of RouterReplay", level, ("rollout", "old"))
         if compare_every < 0 or (compare_every and level == "old"):
             raise ConfigError(
                 "compare_every of RouterReplay counts iterations between comparisons of sampler and learner.",

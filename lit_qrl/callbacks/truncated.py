@@ -8,8 +8,8 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from lit_qrl.errors import ConfigError
-from lit_qrl.functional._checks import check_band, check_choice
+from lit_qrl.errors import ConfigError, check_choice
+from lit_qrl.functional._checks import check_band
 from lit_qrl.functional._statistics import share
 from lit_qrl.functional.importance import Level, adaptive_upper, masked_weights, truncated_weights
 from lit_qrl.loop.hooks import RLCallback
@@ -30,7 +30,7 @@ class _Weights(RLCallback):
 
     def __init__(self, level: Level, lower: float | None, upper: float | Literal["auto"] | None) -> None:
         name = type(self).__name__
-        check_choice(f"level of {name}", level, "token", "sequence", "geometric")
+        check_choice(f"level of {name}", level, ("token", "sequence", "geometric"))
         if isinstance(upper, str) and (upper != "auto" or self.kind == "masked"):
             number = "a number or auto" if self.kind == "truncated" else "a number"
             raise ConfigError(f"upper of {name} is unknown.", expected=number, given=upper, remedy="Correct it.")

@@ -5,7 +5,7 @@ import math
 from jaxtyping import Float
 from torch import Tensor
 
-from lit_qrl.errors import ConfigError, nearest
+from lit_qrl.errors import ConfigError, check_choice
 
 Bound = float | Float[Tensor, ""]
 
@@ -84,7 +84,7 @@ def check_ais(
     check_above(0.0, saturation=saturation, tolerance=tolerance, eps=eps)
     if not sensitivity >= 0:
         raise ConfigError("sensitivity of AIS is negative.", expected="sensitivity >= 0", given=sensitivity)
-    check_choice("level of AIS", level, "token", "sequence")
+    check_choice("level of AIS", level, ("token", "sequence"))
 
 
 def check_clip(**bounds: float | None) -> None:
@@ -94,12 +94,3 @@ def check_clip(**bounds: float | None) -> None:
         if not (value is None or 0.0 <= value <= top):
             remedy = "Give the distance from 1: 0.2 clips at 0.8 or 1.2."
             raise ConfigError(f"{name} is out of range.", expected=f"0 <= {name} <= {top}", given=value, remedy=remedy)
-
-
-def check_choice(name: str, value: object, *allowed: object) -> None:
-    """Raise `ConfigError` unless the value of the key `name` is one of those allowed."""
-    if value not in allowed:
-        hint = nearest(str(value), [str(choice) for choice in allowed])
-        raise ConfigError(
-            f"{name} is unknown.", expected=" or ".join(str(choice) for choice in allowed), given=value, remedy=hint
-        )

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lit_qrl.functional._checks import check_choice
+from lit_qrl.errors import check_choice
 from lit_qrl.functional._statistics import as_float
 from lit_qrl.types import AllReduce, no_all_reduce
 
@@ -68,8 +68,8 @@ def group_advantages(
             f"The batch holds a part of a group. Expected: a multiple of group_size = {group_size}. "
             f"Given: {rewards.shape[0]} rewards. Pass whole groups."
         )
-    check_choice("scale", scale, *get_args(Scale))
-    check_choice("baseline", baseline, *get_args(Baseline))
+    check_choice("scale", scale, get_args(Scale))
+    check_choice("baseline", baseline, get_args(Baseline))
     groups = as_float(rewards).view(-1, group_size)
     given = ~groups.isnan()
     varied = differing(groups)[:, None]

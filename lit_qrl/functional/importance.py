@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from lit_qrl.errors import check_choice
 from lit_qrl.functional._checks import Bound, check_band
 from lit_qrl.functional._statistics import as_float, largest, masked, masked_sums, require_tokens, row_means
 from lit_qrl.types import AllReduce, no_all_reduce
@@ -170,17 +171,16 @@ def batch_normalized(
         all_reduce: makes the mean global over ranks.
 
     Raises:
-        ValueError: an unknown level.
+        ConfigError: an unknown level.
 
     >>> batch_normalized(torch.tensor([[1.0, 3.0]]), torch.ones(1, 2, dtype=torch.bool))
     tensor([[0.5000, 1.5000]])
     """
+    check_choice("level", level, ("token", "sequence"))
     weights = as_float(weights)
     if level == "token":
         count, total = masked_sums(mask, weights, all_reduce=all_reduce)
-    elif level == "sequence":
-        count, total = masked_sums(mask.any(dim=1), row_means(mask, weights), all_reduce=all_reduce)
     else:
-        raise ValueError(f"Unknown level of normalisation. Expected: token or sequence. Given: {level}. Correct it.")
+        count, total = masked_sums(mask.any(dim=1), row_means(mask, weights), all_reduce=all_reduce)
     mean = total / count.clamp(min=1)
     return masked(mask, weights / torch.where(mean > 0, mean, 1.0), 1.0)

@@ -3,7 +3,7 @@
 import math
 from typing import Literal, get_args
 
-from lit_qrl.functional._checks import check_choice
+from lit_qrl.errors import check_choice
 
 Schedule = Literal["exponential", "linear", "cosine", "logarithmic"]
 
@@ -38,7 +38,7 @@ def aqn_sigma(stage: int, num_stages: int, start: float, end: float, schedule: S
     for name, sigma in (("start", start), ("end", end)):
         if not (math.isfinite(sigma) and sigma > 0):
             raise ValueError(f"A noise level is wrong. Expected: {name} > 0. Given: {sigma}. Give a positive {name}.")
-    check_choice("schedule", schedule, *get_args(Schedule))
+    check_choice("schedule", schedule, get_args(Schedule))
     if stage == 0:
         return 0.0
     if stage == 1:

@@ -5,7 +5,8 @@ from typing import Literal
 from jaxtyping import Float
 from torch import Tensor
 
-from lit_qrl.functional._checks import check_above, check_choice
+from lit_qrl.errors import check_choice
+from lit_qrl.functional._checks import check_above
 from lit_qrl.functional._statistics import as_float
 from lit_qrl.functional.mismatch import k3_divergence
 
@@ -54,7 +55,7 @@ def kl_penalty(
     >>> penalty.detach(), logprobs.grad
     (tensor([[0.1065]]), tensor([[0.5000]]))
     """
-    check_choice("The estimator of the KL", estimator, "k1", "k2", "k3", "k3+")
+    check_choice("The estimator of the KL", estimator, ("k1", "k2", "k3", "k3+"))
     check_above(0.0, input_clamp=input_clamp, output_clamp=output_clamp)
     distance = as_float(logprobs) - as_float(reference_logprobs)
     clamped = distance if input_clamp is None else distance.clamp(-input_clamp, input_clamp)

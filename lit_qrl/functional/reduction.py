@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lit_qrl.functional._checks import check_choice
+from lit_qrl.errors import check_choice
 from lit_qrl.functional._statistics import masked, row_means
 
 Reduction = Literal["sequence", "token", "constant", "sequence_sum", "token_sum"]
@@ -46,7 +46,7 @@ def reduce(
     >>> [float(reduce(loss, mask, how, 2)) for how in ("sequence", "token", "constant", "sequence_sum", "token_sum")]
     [3.5, 3.0, 2.25, 4.5, 9.0]
     """
-    check_choice("reduction", reduction, *get_args(Reduction))
+    check_choice("reduction", reduction, get_args(Reduction))
     if reduction == "sequence":
         value = row_means(mask, loss).sum()
     else:

@@ -10,7 +10,8 @@ from typing import Literal
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lit_qrl.functional._checks import Bound, check_above, check_band, check_choice, check_divergence, check_veto
+from lit_qrl.errors import check_choice
+from lit_qrl.functional._checks import Bound, check_above, check_band, check_divergence, check_veto
 from lit_qrl.functional._statistics import as_float, require_tokens, row_means
 from lit_qrl.functional.mismatch import k3_divergence
 
@@ -55,8 +56,8 @@ def ratio_keep(
     tensor([[False, False],
             [ True,  True]])
     """
-    check_choice("divergence", divergence, "k1", "k2", "k3")
-    check_choice("over", over, "token", "mean", "sum", "max")
+    check_choice("divergence", divergence, ("k1", "k2", "k3"))
+    check_choice("over", over, ("token", "mean", "sum", "max"))
     require_tokens(mask)
     d = as_float(d)
     values = d.square() / 2 if divergence == "k2" else k3_divergence(d) if divergence == "k3" else d

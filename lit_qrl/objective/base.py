@@ -6,7 +6,7 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from lit_qrl.errors import ConfigError
+from lit_qrl.errors import ConfigError, check_choice
 from lit_qrl.functional import _checks as checks
 from lit_qrl.functional import advantage
 from lit_qrl.functional.advantage import Baseline, Scale
@@ -79,11 +79,11 @@ class Objective(Described, ABC):
         overlong_penalty: tuple[float, float] | None = None,
         mask_truncated: bool = False,
     ) -> None:
-        checks.check_choice("objective.scale", scale, *get_args(Normalization))
-        checks.check_choice("objective.baseline", baseline, *get_args(Baseline))
-        checks.check_choice("objective.old_logprobs", old_logprobs, *get_args(OldLogprobs))
-        checks.check_choice("objective.kl_estimator", kl_estimator, None, "k1", "k2", "k3", "k3+", "vocabulary")
-        checks.check_choice("objective.kl_in", kl_in, "loss", "reward")
+        check_choice("objective.scale", scale, get_args(Normalization))
+        check_choice("objective.baseline", baseline, get_args(Baseline))
+        check_choice("objective.old_logprobs", old_logprobs, get_args(OldLogprobs))
+        check_choice("objective.kl_estimator", kl_estimator, (None, "k1", "k2", "k3", "k3+", "vocabulary"))
+        check_choice("objective.kl_in", kl_in, ("loss", "reward"))
         if kl_in == "reward" and kl_estimator in ("k3+", "vocabulary"):
             raise ConfigError(
                 f"{kl_estimator} is made for the KL's gradient, and the KL in the reward has none.",
@@ -93,8 +93,8 @@ class Objective(Described, ABC):
             )
         clamps = {"objective.kl_input_clamp": kl_input_clamp, "objective.kl_output_clamp": kl_output_clamp}
         checks.check_above(0.0, **clamps)
-        checks.check_choice("objective.normalize_weights", normalize_weights, None, "token", "sequence")
-        checks.check_choice("objective.reduction", reduction, *get_args(Reduction))
+        check_choice("objective.normalize_weights", normalize_weights, (None, "token", "sequence"))
+        check_choice("objective.reduction", reduction, get_args(Reduction))
         for name, value in (
             ("kl_coefficient", kl_coefficient),
             ("entropy_coefficient", entropy_coefficient),

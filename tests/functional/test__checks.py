@@ -18,7 +18,6 @@ PASS = [
     (checks.check_ais, (1.0, 1e-9, 1e-9, 0.0, 1e-12, "sequence"), {}),
     (checks.check_clip, (), {"clip_low": 0.0, "clip_high": 5.0, "neg_low": 1.0, "other": None}),
     (checks.check_above, (1.0,), {"dual_clip": 1.001}),
-    (checks.check_choice, ("scale", "group", "group", "batch"), {}),
 ]
 FAIL = [
     (checks.check_band, (0.0, 0.999), {}, "upper >= 1.*Given: 0.999"),
@@ -44,7 +43,6 @@ FAIL = [
     (checks.check_clip, (), {"clip_high": -0.001}, "0 <= clip_high <= inf"),
     (checks.check_clip, (), {"neg_low": math.nan}, "neg_low.*Given: nan"),
     (checks.check_above, (1.0,), {"dual_clip": 1.0}, "dual_clip > 1"),
-    (checks.check_choice, ("scale", "batches", "group", "batch"), {}, "scale is unknown.*group or batch.*'batch'"),
 ]
 
 

@@ -152,7 +152,7 @@ def test_batch_normalized_equals_the_loop(level, dtype):
 def test_batch_normalized_leaves_zeros_and_refuses_an_unknown_level():
     mask = torch.ones(2, 2, dtype=torch.bool)
     assert torch.equal(F.batch_normalized(torch.zeros(2, 2), mask), torch.zeros(2, 2))
-    with pytest.raises(ValueError, match="token or sequence"):
+    with pytest.raises(ValueError, match="token, sequence"):
         F.batch_normalized(torch.ones(2, 2), mask, "geometric")
 
 
