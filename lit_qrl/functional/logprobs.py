@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -58,12 +57,6 @@ def held_chunks(count: int, size: int, room: int) -> int:
     """
     fit = room // max(size, 1)
     return count if fit >= count else max(fit - 1, 0)
-
-
-@lru_cache
-def total_memory(index: int | None) -> int:
-    """Return the bytes of a GPU; None is the current one."""
-    return torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index).total_memory
 
 
 Pick = Callable[[Tensor, Tensor, float], Tensor]
@@ -160,7 +153,7 @@ def token_logprobs(
     plain = bias is None and softcap is None and head_dtype is None and not (entropy and entropy_gradient)
     kernel = plain and kept is None and _kernel_takes(hidden)
     if kernel:
-        chunk_elements = asked or kernel_elements(total_memory(hidden.device.index))
+        chunk_elements = asked or kernel_elements(torch.cuda.get_device_properties(hidden.device).total_memory)
     rows, width = (max(1, chunk_elements // size) for size in weight.shape)
     if kernel:
         rows = even_rows(tokens.numel(), rows)
