@@ -133,42 +133,34 @@ class OffloadedState:
 
     def __init__(self) -> None:
         self._memory = HostMemory(pinned=torch.cuda.is_available())
-        self._buffers: dict[tuple[int, str], Tensor] = {}
-        self._homes: dict[tuple[int, str], torch.device] = {}
+        self._away: dict[tuple[int, str], tuple[Tensor, torch.device]] = {}
 
     @property
     def away(self) -> bool:
         """True between `to_host` and `to_device`."""
-        return bool(self._homes)
+        return bool(self._away)
 
     @torch.no_grad()
-    def to_host(self, optimizers: Iterable[Optimizer]) -> int:
-        """Return the bytes that were moved; a second call moves nothing."""
-        moved = 0
+    def to_host(self, optimizers: Iterable[Optimizer]) -> None:
+        """Move what is on the device; a second call moves nothing."""
+        if self.away:
+            return
+        self._memory.reset()
         for parameter, state, name, tensor in _tensors(optimizers):
-            key = id(parameter), name
-            if key in self._homes:
-                continue
-            buffer = self._buffers.get(key)
-            if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-                self._buffers[key] = buffer = self._memory.like(tensor)
-            buffer.copy_(tensor, non_blocking=True)
-            self._homes[key] = tensor.device
+            buffer = self._memory.like(tensor).copy_(tensor, non_blocking=True)
+            self._away[id(parameter), name] = buffer, tensor.device
             state[name] = buffer
-            moved += tensor.numel() * tensor.element_size()
-        if moved and torch.cuda.is_available():
+        if self.away and torch.cuda.is_available():
             torch.cuda.synchronize()  # before the memory is given to others
-        return moved
 
     @torch.no_grad()
     def to_device(self, optimizers: Iterable[Optimizer]) -> None:
         """Move everything back to where it was; what was replaced in the meantime, by a restored checkpoint, stays."""
         for parameter, state, name, tensor in _tensors(optimizers):
-            key = id(parameter), name
-            home = self._homes.get(key)
-            if home is not None and tensor is self._buffers[key]:
+            buffer, home = self._away.get((id(parameter), name), (None, None))
+            if tensor is buffer:
                 state[name] = torch.empty_like(tensor, device=home).copy_(tensor, non_blocking=True)
-        self._homes.clear()
+        self._away.clear()
 
 
 def _tensors(optimizers: Iterable[Optimizer]) -> Iterator[tuple[Tensor, dict, str, Tensor]]:

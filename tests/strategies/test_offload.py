@@ -32,11 +32,12 @@ def test_state_goes_away_and_comes_back_with_the_same_bits():
     _, optimizer = stepped()
     before, original = values(optimizer), tensors(optimizer)
     offloaded = OffloadedState()
-    assert offloaded.to_host([optimizer]) == 2 * 4 * (32 + 8)  # two moments, fp32
+    offloaded.to_host([optimizer])
     assert offloaded.away
     away = tensors(optimizer)
     assert all(a is not b for a, b in zip(away, original, strict=True))
-    assert offloaded.to_host([optimizer]) == 0  # twice is once
+    offloaded.to_host([optimizer])  # twice is once
+    assert all(a is b for a, b in zip(tensors(optimizer), away, strict=True))
     offloaded.to_device([optimizer])
     assert not offloaded.away
     assert all(a is not b for a, b in zip(tensors(optimizer), away, strict=True))
@@ -82,7 +83,7 @@ def test_a_checkpoint_restored_in_between_is_kept():
 def test_optimizers_without_state_have_nothing_to_move():
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1)
     offloaded = OffloadedState()
-    assert offloaded.to_host([optimizer]) == 0
+    offloaded.to_host([optimizer])
     offloaded.to_device([optimizer])
     assert not offloaded.away
 
@@ -94,7 +95,8 @@ def test_the_low_bits_of_masters_and_the_state_over_them_go_and_come_back():
     optimizer.step()
     before, master = values(optimizer.inner), optimizer.master(weight)
     offloaded = OffloadedState()
-    assert offloaded.to_host([optimizer]) == 32 * (2 + 4 + 4)
+    offloaded.to_host([optimizer])
+    assert offloaded.away
     offloaded.to_device([optimizer])
     assert torch.equal(optimizer.master(weight), master)
     assert all(torch.equal(a[1], b[1]) for a, b in zip(before, values(optimizer.inner), strict=True))
