@@ -63,14 +63,14 @@ Pick = Callable[[Tensor, Tensor, float], Tensor]
 
 
 def softmax_logprobs(
-    scores: Float[Tensor, "m v"], tokens: Int[Tensor, " m"], temperature: float = 1.0
-) -> Float[Tensor, " m"]:
+    scores: Float[Tensor, "*n v"], tokens: Int[Tensor, "*n"], temperature: float = 1.0
+) -> Float[Tensor, "*n"]:
     """Return the log-probs of tokens by torch's log-softmax, as the sampler of vLLM's first runner has them.
 
     Args:
-        scores: "m v".
-        tokens: " m", ids in [0, v).
-        temperature: by which the scores are not divided yet.
+        scores: "*n v".
+        tokens: "*n", ids in [0, v).
+        temperature: positive, by which the scores are not divided yet.
 
     >>> softmax_logprobs(torch.tensor([[0.0, 1.0]]), torch.tensor([1]))
     tensor([-0.3133])
@@ -78,7 +78,7 @@ def softmax_logprobs(
     scores = _raised(scores)
     if temperature != 1.0:
         scores = scores / scores.new_tensor(temperature)
-    return scores.log_softmax(dim=-1).gather(-1, tokens[:, None])[:, 0]
+    return scores.log_softmax(dim=-1).gather(-1, tokens[..., None])[..., 0]
 
 
 def token_logprobs(
@@ -137,7 +137,10 @@ def token_logprobs(
     >>> entropies
     tensor([0.5822, 0.5822])
     """
-    _check_temperature(temperature)
+    if temperature <= 0:
+        raise ValueError(
+            f"Log-probs need a positive temperature. Given: {temperature}. Score greedy samples at temperature 1."
+        )
     if hidden.shape[:-1] != tokens.shape:
         raise ValueError(
             f"Hidden states and tokens differ in shape. Expected: {tuple(tokens.shape)} + (h,). "
@@ -172,35 +175,6 @@ def token_logprobs(
             options,
         )  # pyright: ignore[reportGeneralTypeIssues]
     return logprobs.view(tokens.shape), entropies.view(tokens.shape) if entropy else None
-
-
-def logits_logprobs(
-    logits: Float[Tensor, "*n v"], tokens: Int[Tensor, "*n"], temperature: float = 1.0, entropy: bool = False
-) -> tuple[Float[Tensor, "*n"], Float[Tensor, "*n"] | None]:
-    r"""Return the log-probs of `tokens` under given logits and, where asked for, the entropies (detached), in nats.
-
-    $\log \pi(y) = z_y - \log \sum_v e^{z_v}$ with $z = \mathrm{logits} / T$. For small vocabularies; the others never
-    hold all logits and use `token_logprobs`.
-
-    Args:
-        logits: "*n v".
-        tokens: "*n", token ids in [0, v).
-        temperature: positive.
-        entropy: also return the entropy of each position's distribution.
-
-    Raises:
-        ValueError: for a temperature that is not positive.
-
-    >>> logits_logprobs(torch.tensor([[0.0, 1.0]]), torch.tensor([1]))[0]
-    tensor([-0.3133])
-    """
-    _check_temperature(temperature)
-    scores = _raised(logits)
-    if temperature != 1.0:
-        scores = scores / temperature
-    normalizer = scores.logsumexp(dim=-1)
-    logprobs = scores.gather(-1, tokens[..., None])[..., 0] - normalizer
-    return logprobs, _entropy(scores.detach()) if entropy else None
 
 
 def raised_linear(
@@ -238,13 +212,6 @@ def raised_linear(
 
 def _parts(size: int, width: int) -> list[slice]:
     return [slice(start, start + width) for start in range(0, size, width)]
-
-
-def _check_temperature(temperature: float) -> None:
-    if temperature <= 0:
-        raise ValueError(
-            f"Log-probs need a positive temperature. Given: {temperature}. Score greedy samples at temperature 1."
-        )
 
 
 def _raised(logits: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_qrl.errors import ConfigError, check_choice
-from lit_qrl.functional.logprobs import logits_logprobs, token_logprobs
+from lit_qrl.functional.logprobs import softmax_logprobs, token_logprobs
 from lit_qrl.network.denoising import Estimator, Head, check_denoises, without_mask_token
 from lit_qrl.network.head import SamplerHead
 from lit_qrl.network.memory import free_memory
@@ -203,7 +203,7 @@ class DiffusionEngine(EmbeddedSampler):
                 return token_logprobs(hidden, tokens=tokens, temperature=temperature, **plain)[0][None]
             logits = head.logits(hidden).float()
             logits[..., mask_token] = float("-inf")
-            return logits_logprobs(logits, tokens, temperature)[0][None]
+            return softmax_logprobs(logits, tokens, temperature)[None]
 
         return logprobs
 
