@@ -61,25 +61,6 @@ class ColocatedStrategy(Described, SingleDeviceStrategy):
             )
         self._devices, self._root_device = devices, devices[0]
 
-    def begin_rollout(self) -> None:
-        """Make room for the engine, before it wakes."""
-        module: Any = self.lightning_module
-        if module.trainer.training:  # an evaluation may stand in the middle of an accumulated step
-            for parameter in module.parameters():
-                parameter.grad = None
-        if self.offload_optimizer:
-            with within_memory("moving the optimizer's state to the host", _HOST_REMEDY):
-                self.offloaded.to_host(self.optimizers)
-        if self.root_device.type == "cuda":
-            torch.cuda.empty_cache()  # the engine cannot use what torch keeps for itself
-
-    def begin_update(self, engine: RolloutEngine) -> None:
-        """Send the engine to sleep, and take the memory back."""
-        engine.sleep()
-        if self.offloaded.away:
-            with within_memory("taking the optimizer's state back from the host", _BACK_REMEDY):
-                self.offloaded.to_device(self.optimizers)
-
 
 def check_phases(trainer: Trainer, engine: RolloutEngine, every_n_iterations: int) -> None:
     """Raise `ConfigError` when engine, strategy and publisher do not agree on who holds what and sleeps when."""
@@ -110,18 +91,30 @@ def check_phases(trainer: Trainer, engine: RolloutEngine, every_n_iterations: in
 
 
 def begin_rollout(trainer: Trainer, engine: RolloutEngine) -> None:
-    """Wake an engine that sleeps, where the Trainer's strategy has made room for it."""
-    if isinstance(trainer.strategy, ColocatedStrategy):
-        trainer.strategy.begin_rollout()
+    """Make room for the engine, where the Trainer's strategy is ours, and wake one that sleeps."""
+    strategy = trainer.strategy
+    if isinstance(strategy, ColocatedStrategy):
+        if trainer.training:  # an evaluation may stand in the middle of an accumulated step
+            for parameter in trainer.lightning_module.parameters():
+                parameter.grad = None
+        if strategy.offload_optimizer:
+            with within_memory("moving the optimizer's state to the host", _HOST_REMEDY):
+                strategy.offloaded.to_host(strategy.optimizers)
+        if strategy.root_device.type == "cuda":
+            torch.cuda.empty_cache()  # the engine cannot use what torch keeps for itself
     engine.wake()
 
 
 def begin_update(trainer: Trainer, module: Any) -> None:
-    """Let the strategy take the device back, timed as `time/sleep`; without one of ours nothing happens."""
-    strategy = trainer.strategy
-    if isinstance(strategy, ColocatedStrategy):
-        with module.iteration.timed("sleep"):
-            strategy.begin_update(module.data.engine)
+    """Send the engine to sleep and take the memory back, timed as `time/sleep`, where the strategy is ours."""
+    strategy, engine = trainer.strategy, module.data.engine
+    if not isinstance(strategy, ColocatedStrategy):
+        return
+    with module.iteration.timed("sleep"):
+        engine.sleep()
+        if strategy.offloaded.away:
+            with within_memory("taking the optimizer's state back from the host", _BACK_REMEDY):
+                strategy.offloaded.to_device(strategy.optimizers)
 
 
 class OffloadedState:
