@@ -11,14 +11,6 @@ from functools import cache
 from typing import Any, NamedTuple
 
 _COMMAND = re.compile(r"(?<!\\)(\\+)([A-Za-z]+)")
-_COMMANDS = frozenset(
-    [
-        "frac", "dfrac", "tfrac", "sqrt", "pi", "text", "left", "right", "cdot", "times", "div", "infty",
-        "begin", "end", "boxed", "mathrm", "mathbf", "mathbb", "circ", "pm", "cup", "cap", "le", "leq", "ge",
-        "geq", "ne", "neq", "in", "emptyset", "theta", "alpha", "beta", "sin", "cos", "tan", "log", "ln",
-        "binom", "overline", "langle", "rangle", "ldots", "degree",
-    ]
-)  # fmt: skip
 _CHARACTERS = str.maketrans(
     {
         "−": "-", "–": "-", "—": "-", "‐": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "∕": "/",
@@ -34,43 +26,25 @@ _REPLACEMENTS = [
     for pattern, replacement in [
         (r"√\s*(\d+|[A-Za-z]|\([^()]*\))", r"\\sqrt{\1}"),
         (r"\\!\s*", ""),
-        (r"(?<=\d)(?:\\[,;: ]|~)\s*(?=\d{3}(?!\d))", ","),
-        (r"\s*\{\s*,\s*\}\s*", ","),
         (r"\\(?:[,;:>]|quad(?![a-zA-Z])|qquad(?![a-zA-Z])|displaystyle(?![a-zA-Z]))|(?<!\\)\\ |~", " "),
         (r"\\[mb]?(?:left|right)(?![a-zA-Z])\s*\.?|\\[bB]igg?[lr]?(?![a-zA-Z])", ""),
         (r"\\lbrace(?![a-zA-Z])", r"\\{"),
         (r"\\rbrace(?![a-zA-Z])", r"\\}"),
         (r"\\langle(?![a-zA-Z])", "("),
         (r"\\rangle(?![a-zA-Z])", ")"),
-        (r"\\[lr]brack(?![a-zA-Z])", lambda m: "[" if "l" in m.group() else "]"),
         (r"\\(?:text(?:normal|bf|it|rm|sf|tt|up)?|[mh]box|math(?:rm|bf|it|sf|tt)|bm|boldsymbol)\s*(?={)", r"\\text"),
         (r"^\s*\\text\{([^{}]*\d[^{}]*|\s*infinity\s*)\}\s*$", r"\1"),
         (r"\\text\{\s*(hundred|thousand|[mb]illion|trillion)\s*\}", r" \1"),
         (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
-        (r"\\(?:leq|leqslant|leqq)(?![a-zA-Z])|<=|≦", r"\\le "),
-        (r"\\(?:geq|geqslant|geqq)(?![a-zA-Z])|>=|≧", r"\\ge "),
-        (r"\\neq(?![a-zA-Z])|!=", r"\\ne "),
         (r"\\varnothing(?![a-zA-Z])|\\\{\s*\\\}", r"\\emptyset "),
-        (r"\\cross(?![a-zA-Z])", r"\\times"),
         (r"\\degrees?(?![a-zA-Z])|\^\s*\{\s*\\circ\s*\}|\^\s*\\circ(?![a-zA-Z])|\^\s*o(?![a-zA-Z])", r"^{\\circ}"),
         (r"\\dots(?![a-zA-Z])|\\cdots(?![a-zA-Z])", r"\\ldots"),
         (r"\*\*", "^"),
         (r"\\\$|\$", ""),
         (r"\\?%", "%"),
-        (r"(?<=\d)\s*(?:\\text\{\s*)?\b[Pp]er\s?cent(?:age)?(?![a-zA-Z])(?:\s*\})?", "%"),
-        (r"(?<![\\a-zA-Z])sqrt(?=\s*[({\[\d])", r"\\sqrt"),
-        (r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
         (r"(?<![\\a-zA-Z])pi(?![a-zA-Z])", r"\\pi "),
-        (r"(?<![\\a-zA-Z])(?:infinity|inf|oo)(?![a-zA-Z])", r"\\infty "),
         (r"\^\s*(-?\d{2,}|-\d+)", r"^{\1}"),
-        (r"\^\s*\(([^()]*)\)", r"^{\1}"),
-        (r"\\sqrt\s*([^\s{\[\\])", r"\\sqrt{\1}"),
-        (r"\\sqrt\s*(\\[a-zA-Z]+)", r"\\sqrt{\1}"),
         (r"\\frac\s*([^\s{\\])\s*([^\s{\\])", r"\\frac{\1}{\2}"),
-        (r"\\frac\s*([^\s{\\])\s*(?={)", r"\\frac{\1}"),
-        (r"\\frac\s*(\{[^{}]*\})\s*([^\s{\\])", r"\\frac\1{\2}"),
-        (r"(?<=\d)i(?![a-zA-Z])", " i"),
-        (r"\s+", " "),
     ]
 ]  # fmt: skip
 _PREFIX = re.compile(r"^(?:(?:so|thus|hence),? )?(?:the )?(?:final )?answer(?: is| ?[:=])[: ]*", re.IGNORECASE)
@@ -83,11 +57,10 @@ def unescaped(text: str) -> str:
     >>> unescaped(r"\\frac{1}{2}"), unescaped(r"\begin{pmatrix} 1 \\ x \end{pmatrix}")
     ('\\frac{1}{2}', '\\begin{pmatrix} 1 \\\\ x \\end{pmatrix}')
     """
-    while True:
-        found = _COMMAND.findall(text)
-        if any(len(run) % 2 for run, _ in found) or not any(word in _COMMANDS for _, word in found):
-            return text
-        text = text.replace("\\\\", "\\")
+    runs = [len(run) for run, _ in _COMMAND.findall(text)]
+    while runs and all(run % 2 == 0 for run in runs):
+        text, runs = text.replace("\\\\", "\\"), [run // 2 for run in runs]
+    return text
 
 
 def normalize(text: str) -> str:
@@ -170,9 +143,9 @@ _PLAIN = re.compile(rf"{_SIGN}({_DECIMAL})")
 _SCIENTIFIC = re.compile(
     rf"{_SIGN}({_DECIMAL})\s*(?:(?:\\times|\\cdot|\*|x)\s*10\s*\^\s*\{{?\s*([-+]?\d{{1,3}})\s*\}}?|[eE]([-+]?\d{{1,3}}))"
 )
-_SLASH = re.compile(rf"{_SIGN}\(?\s*({_DECIMAL})\s*\)?\s*/{_SIGN}\(?\s*({_DECIMAL})\s*\)?")
-_FRAC = re.compile(rf"{_SIGN}\\frac\s*\{{{_SIGN}({_DECIMAL})\s*\}}\s*\{{{_SIGN}({_DECIMAL})\s*\}}")
-_MIXED = re.compile(r"\s*([-+]?)\s*(\d+)(?:\s*\\frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}|\s+(\d+)\s*/\s*(\d+))")
+_SLASH = re.compile(rf"{_SIGN}\(?{_SIGN}({_DECIMAL})\s*\)?\s*/\s*\(?{_SIGN}({_DECIMAL})\s*\)?")
+_MIXED = re.compile(rf"{_SIGN}(\d+)\s+\(?(\d+)\s*\)?\s*/\s*\(?(\d+)\s*\)?")
+_FRAC = re.compile(r"\\frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 _SCALED = re.compile(rf"({_SIGN}{_DECIMAL})\s*(hundred|thousand|[mb]illion|trillion)")
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _REPEATING = re.compile(r"\s*([-+]?)\s*(\d*)\.(\d*)\\overline\s*\{\s*(\d+)\s*\}")
@@ -196,7 +169,7 @@ def read_number(text: str) -> Value | None:
     if len(text) > 2 and text[0] == "(" and text[-1] == ")" and "(" not in text[1:]:
         text = text[1:-1]
     try:
-        value, decimals = _read(text)
+        value, decimals = _read(_FRAC.sub(r" (\1)/(\2)", text))
     except ZeroDivisionError:
         return None
     if value is None:
@@ -208,11 +181,9 @@ def _read(text: str) -> tuple[Fraction | None, int | None]:
     if m := _PLAIN.fullmatch(text):
         return _signed(m[1]) * _decimal(m[2]), len(m[2].partition(".")[2]) if "." in m[2] else None
     if m := _SLASH.fullmatch(text):
-        return _signed(m[1]) * _signed(m[3]) * _decimal(m[2]) / _decimal(m[4]), None
-    if m := _FRAC.fullmatch(text):
         return _signed(m[1]) * _signed(m[2]) * _signed(m[4]) * _decimal(m[3]) / _decimal(m[5]), None
     if m := _MIXED.fullmatch(text):
-        part = Fraction(int(m[3] or m[5]), int(m[4] or m[6]))
+        part = Fraction(int(m[3]), int(m[4]))
         return (_signed(m[1]) * (int(m[2]) + part), None) if part < 1 else (None, None)
     if m := _SCIENTIFIC.fullmatch(text):
         return _signed(m[1]) * _decimal(m[2]) * Fraction(10) ** int(m[3] or m[4]), None
@@ -272,8 +243,6 @@ _ALIASES = {
 }  # fmt: skip
 _CANONICAL = {word: unit for unit, words in _ALIASES.items() for word in words.split()}
 _COMPOUND = {"mph": "mi / h", "kmh": "km / h", "kph": "km / h", "fps": "ft / s", "cc": "cm^3", "sqft": "ft^2"}
-_SQUARES = {"square": "2", "sq": "2", "cubic": "3", "cu": "3"}
-_FILLERS = {"of", "the", "a", "an", "in", "each", "total", "unit", "units"}
 _WORD = re.compile(r"([A-Za-z]+|\$)(?:\^\{?(\d)\}?)?|/")
 
 # What a bare word may follow: a number, a fraction, a time, π, a root. After anything else a word is mathematics.
@@ -327,24 +296,12 @@ def canonical_unit(unit: str) -> tuple[str, ...]:
     """
     unit = re.sub(r"(?<=[A-Za-z])\.", "", unit).replace("~", " ")
     unit = re.sub(r"\bper\b|\ba(?=\s+(?:day|week|month|year|hour)\b)", "/", unit)
-    words: list[str] = []
-    power = ""
-    for match in _WORD.finditer(unit):
-        if match.group() == "/":
-            words.append("/")
-            continue
-        word, exponent = match.group(1), match.group(2) or ""
-        if word.lower() in _SQUARES:
-            power = _SQUARES[word.lower()]
-            continue
-        if word.lower() in _COMPOUND:
-            words.extend(_COMPOUND[word.lower()].split())
-            continue
-        if word.lower() in _FILLERS and (words or word.lower() != "in"):
-            continue
-        exponent, power = exponent or power, ""
-        words.append(_singular(word) + (f"^{exponent}" if exponent else ""))
-    return tuple(words)
+    unit = re.sub(r"\b(?:of|the|an?|each|total|units?)\b|(?<=\w )in\b", "", unit, flags=re.IGNORECASE)
+    unit = re.sub(r"\b(?:square|sq)\s+([A-Za-z]+)", r"\1^2", unit, flags=re.IGNORECASE)
+    unit = re.sub(r"\b(?:cubic|cu)\s+([A-Za-z]+)", r"\1^3", unit, flags=re.IGNORECASE)
+    unit = re.sub(r"[A-Za-z]+", lambda found: _COMPOUND.get(found[0].lower(), found[0]), unit)
+    spelled = ((match, match[1] and _singular(match[1])) for match in _WORD.finditer(unit))
+    return tuple("/" if word is None else word + (f"^{match[2]}" if match[2] else "") for match, word in spelled)
 
 
 def _singular(word: str) -> str:
@@ -376,21 +333,19 @@ def same_unit(gold: tuple[str, ...], answer: tuple[str, ...]) -> bool:
     return set(gold) <= set(answer) or set(answer) <= set(gold)
 
 
-_AND = re.compile(r",?\s*(?:\\text\{\s*(?:and|or)\s*\}|(?<![\\A-Za-z])(?:and|or)(?![A-Za-z]))\s*")
-_MEMBER = re.compile(r"[A-Za-z]\s*\\in\s*(?=[\[(\\{])")
-_NAME = re.compile(
-    r"\\?[A-Za-z]+(?:_\{?\w+\}?)?'*(?:\s*\([^()=]*\))?|\(\s*[A-Za-z](?:_\{?\w\}?)?(?:\s*,\s*[A-Za-z](?:_\{?\w\}?)?)*\s*\)"
+_AND = re.compile(
+    r",?\s*(?:\\text\{\s*(?:and|or)\s*\}|(?<![\\A-Za-z])(?:and|or)(?![A-Za-z]))\s*|\\\}\s*\\cup\s*\\\{"  # or sets united
 )
+_NAME = re.compile(r"\\?[A-Za-z]+(?:_\{?\w+\}?)?'*(?:\s*\([^()=]*\))?|\(\s*[A-Za-z](?:\s*,\s*[A-Za-z])*\s*\)")
+_EQUALS = re.compile(r"(?<![<>!\\=:])=(?!=)")
 _SET_BUILDER = re.compile(
+    r"^[A-Za-z]\s*\\in\s*(?=[\[(\\{])|"
     r"\\\{\s*[A-Za-z]\s*(?:\\in\s*\\mathbb\s*\{?R\}?\s*)?(?:\\mid(?![a-zA-Z])|\\vert(?![a-zA-Z])|:|\|)(.*)\\\}"
 )
-_EQUALS = re.compile(r"(?<![<>!\\=:])=(?!=)")
-_BASED = re.compile(r"(-?[0-9A-Z]+(?:\.[0-9A-Z]+)?)_\{?(\d+|\\text\{\s*[a-z]+\s*\})\}?")
-_RATIO = re.compile(r"(\d+(?:\.\d+)?)\s*:\s*(\d+(?:\.\d+)?)")
+_BASED = re.compile(r"-?[0-9A-Z]+(?:\.[0-9A-Z]+)?_\{?(?:\d+|\\text\{\s*[a-z]+\s*\})\}?")
 _WORDS = re.compile(r"\\text\{([^{}]*)\}")
 _TWO_NUMBERS = re.compile(r"(?<![_^\d])\d+ \d")
 _LONG_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{4,}|(?<![\\A-Za-z])[A-Za-z]{2,} [A-Za-z]{2,}")
-_BASES = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9"}
 _OPEN, _CLOSE = "([{", ")]}"
 MAX_STRUCTURE = 4
 """Levels of tuples within sets within lists that are taken apart."""
@@ -439,9 +394,12 @@ def _same(gold: str, answer: str, level: int) -> bool:
     known = _numbers(gold, answer)
     if known is not None:
         return known
-    gold, answer = (_SET_BUILDER.sub(r"\1", _MEMBER.sub("", text, count=1)).strip() for text in (gold, answer))
-    gold, answer = _AND.sub(", ", gold), _AND.sub(", ", answer)
-    gold, answer = _without_names(gold, answer)
+    gold, answer = (_AND.sub(", ", _SET_BUILDER.sub(r"\1", text).strip()) for text in (gold, answer))
+    (name, *ours), (other, *theirs) = _EQUALS.split(gold), _EQUALS.split(answer)
+    if theirs and not ours and len(split_top(answer.rpartition("=")[0])) == 1:  # what a chain ends with
+        answer = theirs[-1]
+    elif len(ours) == 1 and _NAME.fullmatch(name.strip()) and (not theirs or squeezed(name) == squeezed(other)):
+        gold, answer = ours[0], (theirs or [answer])[-1]
 
     def same(one: str, other: str) -> bool:
         return _same(one, other, level + 1)
@@ -450,10 +408,6 @@ def _same(gold: str, answer: str, level: int) -> bool:
     if gold_kind == "group":
         return same(ours[0], answer)
     if answer_kind == "group":
-        return same(gold, theirs[0])
-    if gold_kind == "set" and len(ours) == 1 and answer_kind is None:
-        return same(ours[0], answer)
-    if answer_kind == "set" and len(theirs) == 1 and gold_kind is None:
         return same(gold, theirs[0])
     if gold_kind in ("list", "set") or answer_kind in ("list", "set"):
         return _same_collections((gold_kind, ours), (answer_kind, theirs), same)
@@ -466,24 +420,6 @@ def _numbers(gold: str, answer: str) -> bool | None:
     if one is None or other is None:
         return None
     return same_number(one, other) and same_unit(gold_unit, answer_unit)
-
-
-def _without_names(gold: str, answer: str) -> tuple[str, str]:
-    """Return both without `x =` where only one has it, or where both name the same; chains keep their last member."""
-    ours, theirs = _EQUALS.split(gold), _EQUALS.split(answer)
-    if any("," in part and not _name(part) for part in (*ours[:-1], *theirs[:-1])):
-        return gold, answer
-    if len(ours) == 2 and len(theirs) == 2 and _name(ours[0]) and squeezed(ours[0]) == squeezed(theirs[0]):
-        return ours[1], theirs[1]
-    if len(ours) == 1 and len(theirs) > 1:
-        return gold, theirs[-1]
-    if len(theirs) == 1 and len(ours) > 1 and _name(ours[0]):
-        return ours[-1], answer
-    return gold, answer
-
-
-def _name(text: str) -> bool:
-    return _NAME.fullmatch(text.strip()) is not None
 
 
 def split_top(text: str, separator: str = ",") -> list[str]:
@@ -515,21 +451,15 @@ def _container(text: str) -> tuple[str | None, list[str]]:
     a list.
     """
     text = text.strip()
-    if text == r"\emptyset":
-        return "set", []
     if read_number(text) is not None:  # its commas are thousands
         return None, []
-    united = split_top(text, r"\cup")
-    sets = [_container(part) for part in united] if len(united) > 1 else []
-    if sets and all(kind == "set" for kind, _ in sets):
-        return "set", list(dict.fromkeys(member for _, union in sets for member in union))
     members = _members(text)
     if (words := _WORDS.fullmatch(text)) and "," in words[1]:
         members = [rf"\text{{{member.strip()}}}" for member in words[1].split(",")]
     if len(members) > 1:
         return ("list", members) if all(members) else (None, [])
     if text.count(r"\pm") == 1 and "\\mp" not in text:
-        return "list", [_replaced(text, r"\pm", "+"), _replaced(text, r"\pm", "-")]
+        return "list", [text.replace(r"\pm", "+"), text.replace(r"\pm", "-")]
     inside, kind = text, ""
     if text.startswith(r"\{") and text.endswith(r"\}"):
         inside, kind = text[2:-2], "set"
@@ -540,7 +470,7 @@ def _container(text: str) -> tuple[str | None, list[str]]:
     if not kind or not _closed(inside):
         return None, []
     members = _members(inside)
-    if len(members) == 1 and kind in ("()", "[]", "list"):
+    if len(members) == 1 and kind not in ("(]", "[)"):
         return "group", members
     return (kind, members) if all(members) else (None, [])
 
@@ -561,23 +491,18 @@ def _closed(inside: str) -> bool:
     return depth == 0
 
 
-def _replaced(text: str, sign: str, by: str) -> str:
-    before, _, after = text.partition(sign)
-    return f"{before}{by}{after}" if before.strip() or by == "-" else after
-
-
 def _same_collections(gold: tuple[str | None, list[str]], answer: tuple[str | None, list[str]], same: Equal) -> bool:
     (gold_kind, ours), (answer_kind, theirs) = gold, answer
     if gold_kind == "()" and answer_kind == "list":
         return len(ours) == len(theirs) and all(map(same, ours, theirs))
-    if gold_kind in ("list", "set") and answer_kind in ("list", "set"):
-        if len(ours) != len(theirs):
-            # A list in which one stands twice, such as of roots, has each as often as it says.
-            once = _distinct(ours, same)
-            ours = once if gold_kind == "set" else ours
-            theirs = _distinct(theirs, same) if answer_kind == "set" or len(once) == len(ours) else theirs
-        return _any_order(ours, theirs, same)
-    return False
+    if not {gold_kind, answer_kind} <= {"list", "set"}:
+        return False
+    if len(ours) != len(theirs):
+        # A list in which one stands twice, such as of roots, has each as often as it says.
+        once = _distinct(ours, same)
+        ours = once if gold_kind == "set" else ours
+        theirs = _distinct(theirs, same) if answer_kind == "set" or len(once) == len(ours) else theirs
+    return len(ours) == len(theirs) and _any_order(ours, theirs, same)
 
 
 def _distinct(members: list[str], same: Equal) -> list[str]:
@@ -590,8 +515,6 @@ def _distinct(members: list[str], same: Equal) -> list[str]:
 
 
 def _any_order(ours: list[str], theirs: list[str], same: Equal) -> bool:
-    if len(ours) != len(theirs):
-        return False
     left = list(theirs)
     for member in ours:
         match = next((other for other in left if same(member, other)), None)
@@ -602,13 +525,8 @@ def _any_order(ours: list[str], theirs: list[str], same: Equal) -> bool:
 
 
 def _same_leaf(gold: str, answer: str) -> bool:
-    for pattern, compare in ((_BASED, _same_based), (_RATIO, _same_ratio)):
-        (one, gold_unit), (other, answer_unit) = split_unit(gold), split_unit(answer)
-        ours, theirs = pattern.fullmatch(one), pattern.fullmatch(other)
-        if ours and theirs:
-            return compare(ours, theirs) and same_unit(gold_unit, answer_unit)
-        if pattern is _BASED and (ours or theirs):
-            return False
+    if _BASED.fullmatch(gold) or _BASED.fullmatch(answer):  # equal ones are spelled alike
+        return False
     marked = "\\text" in gold + answer
     one, other = _as_text(gold, marked), _as_text(answer, marked)
     if one is not None and other is not None:
@@ -630,18 +548,6 @@ def _same_leaf(gold: str, answer: str) -> bool:
     return _algebra(gold, answer)
 
 
-def _same_based(ours: re.Match[str], theirs: re.Match[str]) -> bool:
-    bases = [_BASES.get(m[2].removeprefix("\\text{").rstrip("}").strip(), m[2]) for m in (ours, theirs)]
-    return bases[0] == bases[1] and ours[1].lstrip("0") == theirs[1].lstrip("0")
-
-
-def _same_ratio(ours: re.Match[str], theirs: re.Match[str]) -> bool:
-    if any(len(m[2]) == 2 for m in (ours, theirs)):  # a time of day
-        return (int(float(ours[1])), ours[2]) == (int(float(theirs[1])), theirs[2])
-    a, b, c, d = (Fraction(text) for text in (*ours.groups(), *theirs.groups()))
-    return a * d == b * c
-
-
 def _as_text(answer: str, marked: bool) -> str | None:
     r"""Return an answer that is words (or a choice's letter) in lower case, or None for mathematics.
 
@@ -650,7 +556,7 @@ def _as_text(answer: str, marked: bool) -> str | None:
     text = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", answer).strip()
     if re.search(r"[\\^_=+*/<>{}|]", text) or not re.search(r"[A-Za-z]", text):
         return None
-    words = re.sub(r"[^A-Za-z0-9' -]", "", text).casefold().strip()
+    words = " ".join(re.sub(r"[^A-Za-z0-9' -]", "", text).casefold().split())
     is_choice = re.fullmatch(r"\(?[A-Ja-j]\)?", text) is not None
     return words if marked or is_choice or (_LONG_WORD.search(text) and not re.search(r"\d", text)) else None
 

@@ -215,8 +215,6 @@ def _depth(text: str) -> int:
     return deepest
 
 
-CACHE_SIZE = 16_384
-"""Judged pairs that are remembered: the completions of a group often agree, and so do epochs."""
 MAX_WORKERS = 4
 """By default; most answers are settled without a worker."""
 
@@ -270,7 +268,6 @@ class MathReward(Reward):
         self.timeout, self.workers = timeout, workers or min(MAX_WORKERS, os.cpu_count() or 1)
         self.failures = {}
         self._pool = WorkerPool(equivalent, self.workers, timeout, confined=True)
-        self._judged: dict[tuple[str, str], bool] = {}
 
     def __call__(self, samples: Sequence[Sample]) -> list[float]:
         scores = [0.0] * len(samples)
@@ -279,35 +276,23 @@ class MathReward(Reward):
         for i, sample in enumerate(samples):
             golds = self._golds(sample.reference)
             try:
-                judged = self._quickly(golds, self._answer(sample))
+                answer = self._answer(sample)
+                verdicts = {(gold, answer): quick_verdict(gold, answer) for gold in golds} if answer else {}
             except Exception as error:  # whatever a completion brings about, it costs that one alone
                 failures[i] = f"{type(error).__name__}: {str(error)[:200]}"
                 continue
-            scores[i] = float(True in judged.values())
-            for pair in [] if scores[i] else judged:
-                hard.setdefault(pair, []).append(i)
+            scores[i] = float(True in verdicts.values())
+            for pair, verdict in verdicts.items():
+                if verdict is None and not scores[i]:
+                    hard.setdefault(pair, []).append(i)
         for pair, verdict in zip(hard, self._verdicts(list(hard)), strict=True):
             if isinstance(verdict, Failure):
                 failures.update(dict.fromkeys(hard[pair], f"{verdict.reason}: {pair[1][:80]!r}"))
-                continue
-            if len(self._judged) >= CACHE_SIZE:
-                self._judged.clear()
-            self._judged[pair] = verdict
-            if verdict:
+            elif verdict:
                 for i in hard[pair]:
                     scores[i] = 1.0
         self.failures = {i: why for i, why in failures.items() if scores[i] == 0}
         return scores
-
-    def _quickly(self, golds: list[str], answer: str | None) -> dict[tuple[str, str], bool | None]:
-        """Return by pair of a gold answer and the answer what is clear or known already; None needs algebra."""
-        judged: dict[tuple[str, str], bool | None] = {}
-        for pair in [(gold, answer) for gold in golds] if answer else []:
-            verdict = quick_verdict(*pair)
-            judged[pair] = self._judged.get(pair) if verdict is None else verdict
-            if judged[pair]:
-                break
-        return {pair: verdict for pair, verdict in judged.items() if verdict is not False}
 
     def _answer(self, sample: Sample) -> str | None:
         text = after_thinking(sample.completion, sample.prompt) if self.skip_thinking else sample.completion

@@ -111,7 +111,6 @@ def test_equal_pairs_are_judged_once(reward, monkeypatch):
     monkeypatch.setattr(reward._pool, "map", lambda calls: judged.extend(calls) or run(calls))
     batch = samples([("(x+7)^2", "x^2+14x+49")] * 8 + [("(x+7)^2", "x^2+14x+48")] * 8)
     assert reward(batch) == [1.0] * 8 + [0.0] * 8
-    assert reward(batch) == [1.0] * 8 + [0.0] * 8
     assert len(judged) == 2
 
 
