@@ -321,7 +321,7 @@ def _scored_singly(reward: Reward, samples: Sequence[Sample]) -> tuple[list[Scor
 
 def _told(error: Exception) -> str:
     """Return an error in a line, with the place in the user's code where it came up."""
-    ours = ("/lit_qrl/", "/contextlib.py")  # the latter within the limit of a call
+    ours = ("/lit_qrl/", "/contextlib.py", "/concurrent/futures/")  # the last two within the limit of a call
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not any(map(frame.filename.count, ours))]
     where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
     text = " ".join(str(error).split())[:300].rstrip(".")

@@ -2,8 +2,8 @@
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import wait
 from typing import Any
 
 from torch import Tensor
@@ -93,7 +93,7 @@ def _begun(reward: Reward, before: Scoring | None) -> Scoring | None:
     scoring = reward.begin()
     if scoring is not None or not (reward.overlaps and reward.batched):
         return scoring
-    return InTurn(reward, before if isinstance(before, InTurn) else None)
+    return InTurn(reward, before.turn if isinstance(before, InTurn) else threading.Lock())
 
 
 class InTurn:
@@ -101,26 +101,23 @@ class InTurn:
 
     Args:
         reward: whose `overlaps` is True.
-        before: at work on it until now, given up; what it calls returns first, so that no two threads are in a reward.
+        turn: held by each call, those of what was given up too, so that no two threads are in a reward.
     """
 
-    def __init__(self, reward: Reward, before: "InTurn | None" = None) -> None:
-        self.reward, self._before = reward, None if before is None else before._running or before._before
-        self._clock, self._lock = Clock(), threading.Lock()
-        self._running: Running | None = None
-        self._waiting: dict[int, Sample] = {}
+    def __init__(self, reward: Reward, turn: threading.Lock) -> None:
+        self.reward, self.turn, self._clock = reward, turn, Clock()
+        self._waiting: deque[tuple[int, Sample]] = deque()
         self._added: set[int] = set()
+        self._running: list[Running] = []
         self._scores: dict[int, Any] = {}
         self._failures: dict[int, str] = {}
-        self._dropped = self._at_work = False
+        self._dropped = False
 
     def add(self, samples: Mapping[int, Sample]) -> None:
         """Take samples by their positions."""
         self._added.update(samples)
-        with self._lock:
-            self._waiting |= samples
-            if not self._at_work:
-                self._at_work, self._running = True, in_thread(self._work, self._running or self._before)
+        self._waiting.extend(samples.items())
+        self._running.append(in_thread(self._work))
 
     def scores(self, samples: Sequence[Sample]) -> list[float] | list[Score]:
         """Return what a call with all of them returns.
@@ -128,12 +125,10 @@ class InTurn:
         Raises:
             Exception: that the reward raised for some of them, as it would for all.
         """
-        missing = {i: sample for i, sample in enumerate(samples) if i not in self._added}
-        if missing:
-            self.add(missing)
+        self.add({i: sample for i, sample in enumerate(samples) if i not in self._added})
         try:
-            if self._running is not None:
-                self._running.result()
+            for running in self._running:
+                running.result()
         finally:
             self.drop()
         self.reward.failures = dict(self._failures)
@@ -148,23 +143,20 @@ class InTurn:
         """In which it was called."""
         return self._clock.seconds
 
-    def _work(self, before: Running | None) -> None:
-        """Score what comes until nothing more has; after an error nothing is begun again."""
-        if before is not None:
-            wait([before])
-        while samples := self._taken():
+    def _work(self) -> None:
+        """Score all that has come; after an error nothing is begun again."""
+        with self.turn:
+            samples = {} if self._dropped else dict(self._waiting.popleft() for _ in range(len(self._waiting)))
+            if not samples:
+                return
             self._clock.run(True)
             try:
                 self._score(samples)
+            except BaseException:
+                self.drop()
+                raise
             finally:
                 self._clock.run(False)
-
-    def _taken(self) -> dict[int, Sample]:
-        """Return all that has come."""
-        with self._lock:
-            samples, self._waiting = {} if self._dropped else self._waiting, {}
-            self._at_work = bool(samples)
-            return samples
 
     def _score(self, samples: dict[int, Sample]) -> None:
         positions = list(samples)

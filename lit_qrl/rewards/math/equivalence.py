@@ -333,9 +333,7 @@ def same_unit(gold: tuple[str, ...], answer: tuple[str, ...]) -> bool:
     return set(gold) <= set(answer) or set(answer) <= set(gold)
 
 
-_AND = re.compile(
-    r",?\s*(?:\\text\{\s*(?:and|or)\s*\}|(?<![\\A-Za-z])(?:and|or)(?![A-Za-z]))\s*|\\\}\s*\\cup\s*\\\{"  # or sets united
-)
+_AND = re.compile(r",?\s*(?:\\text\{\s*(?:and|or)\s*\}|(?<![\\A-Za-z])(?:and|or)(?![A-Za-z]))\s*|\\\}\s*\\cup\s*\\\{")
 _NAME = re.compile(r"\\?[A-Za-z]+(?:_\{?\w+\}?)?'*(?:\s*\([^()=]*\))?|\(\s*[A-Za-z](?:\s*,\s*[A-Za-z])*\s*\)")
 _EQUALS = re.compile(r"(?<![<>!\\=:])=(?!=)")
 _SET_BUILDER = re.compile(
