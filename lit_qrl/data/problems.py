@@ -4,7 +4,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from math import gcd, lcm
-from typing import Any
 
 import torch
 
@@ -18,17 +17,6 @@ log = logging.getLogger(__name__)
 
 MOST_SLOTS = 1000
 """Of a block in which every source has its share: weights are met to a thousandth."""
-
-
-CHARACTERS = 64
-"""Of a text for each token that its beginning may have, before the rest is looked at: more than tokens are long."""
-
-
-def _goes_beyond(prompt: Any, most: int, policy: CausalPolicy) -> bool:
-    """Return whether the beginning of a prompt alone has more than so many tokens: the rest of a book is not read."""
-    texts = [prompt] if isinstance(prompt, str) else [message.get("content") for message in prompt]
-    long = [text for text in texts if isinstance(text, str) and len(text) > most * CHARACTERS]
-    return any(len(policy.encode(text[: most * CHARACTERS])) > most for text in long)
 
 
 def admit(
@@ -50,18 +38,15 @@ def admit(
     if len(rows) == 0:
         remedy = "set data.task.split, which is null for a set that is only evaluated on" if what == "training" else ""
         raise ConfigError(f"The task has no {what} rows.", remedy=f"Check data.task{remedy and f', and {remedy}'}.")
-    most = 2 * limit + 256  # so many that a word which is cut short does not matter
-    within = [(row, prompt) for row in rows if not _goes_beyond(prompt := task.prompt(row), most, policy)]
-    encoded = policy.encode_all([prompt for _, prompt in within], task.tools)
-    problems = [Problem(row, ids, policy.decode(ids)) for (row, _), ids in zip(within, encoded, strict=True)]
+    encoded = policy.encode_all([task.prompt(row) for row in rows], task.tools)
+    problems = [Problem(row, ids, policy.decode(ids)) for row, ids in zip(rows, encoded, strict=True)]
     kept = [problem for problem in problems if len(problem.prompt_ids) <= limit]
     dropped = len(rows) - len(kept)
     if dropped and (long_prompt == "error" or not kept):
-        longest = max((len(problem.prompt_ids) for problem in problems), default=0)
         raise ConfigError(
             f"{dropped} of {len(rows)} {what} prompts are too long.",
             expected=f"at most data.max_prompt_tokens = {limit} tokens",
-            given=f"up to {longest} tokens" if len(problems) == len(rows) else f"more than {most} tokens",
+            given=f"up to {max(len(problem.prompt_ids) for problem in problems)} tokens",
             remedy="Raise the limit" + (", or set data.long_prompt to drop." if kept else "."),
         )
     if dropped:

@@ -3,6 +3,7 @@
 import csv
 import difflib
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import blake2b
@@ -99,11 +100,16 @@ def read_rows(path: str, split: str = "train", subset: str | None = None) -> lis
         or path.startswith((".", "~", "/"))
         or (place.parent != Path() and place.parent.is_dir())
     ):
+        folder = place.absolute().parent
+        close = difflib.get_close_matches(place.name, os.listdir(folder), n=1) if folder.is_dir() else []
+        near = "has no file of such a name" if folder.is_dir() else "does not exist either"
         raise ConfigError(
             f"The data file {path!r} does not exist.",
             expected="an existing file or folder",
             given=f"{place.absolute()}",
-            remedy=_nearest_path(place),
+            remedy=f"Did you mean {str(place.parent / close[0])!r}?"
+            if close
+            else f"{folder} {near}: correct the path.",
         )
     elif _HUB_NAME.fullmatch(path):
         ask_hub(f"the data set {path!r} (split {split!r})")
@@ -166,11 +172,10 @@ def _read_jsonl(place: Path) -> list[Any]:
 def _read_json(place: Path) -> list[Any]:
     data = json.loads(place.read_text(encoding="utf-8-sig"))
     if not isinstance(data, list):
-        keys = [key for key, value in data.items() if isinstance(value, list)] if isinstance(data, dict) else []
         raise ConfigError(
             f"{place} holds no list.",
             expected="a JSON list of objects",
-            given=f"a {type(data).__name__}" + (f", whose key {keys[0]!r} does" if keys else ""),
+            given=f"a {type(data).__name__}",
             remedy="Write the list alone into the file, or one object per line into a .jsonl file.",
         )
     return data
@@ -180,15 +185,6 @@ def _read_table(delimiter: str) -> Callable[[Path], list[Any]]:
     def read(place: Path) -> list[Any]:
         with place.open(encoding="utf-8-sig", newline="") as file:  # every cell stays text: "0140" keeps its zero
             reader = csv.DictReader(file, delimiter=delimiter)
-            columns = list(reader.fieldnames or ())
-            other = next((one for one in ",;\t" if len(columns) == 1 and one in columns[0]), None)
-            if other is not None:
-                raise ConfigError(
-                    f"The data file {place} has other delimiters than its name says.",
-                    expected=f"columns between {delimiter!r}",
-                    given=f"{other!r} in its first line",
-                    remedy=f"Convert it{', or name it .tsv' if other == chr(9) else ''}.",
-                )
             return [{name: value for name, value in row.items() if name is not None} for row in reader]
 
     return read
@@ -230,20 +226,6 @@ def _read_library(path: str, split: str, subset: str | None, saved: bool) -> lis
             remedy="Check the name, the split and the subset; without a network, give a file.",
         ) from error
     return list(loaded)
-
-
-def _nearest_path(place: Path) -> str:
-    """Return a sentence with what exists nearest to a missing path."""
-    parent = place.absolute().parent
-    if parent.is_dir():
-        names = sorted(entry.name for entry in parent.iterdir() if not entry.name.startswith("."))
-        close = difflib.get_close_matches(place.name, names, n=1, cutoff=0.5)
-        if close:
-            return f"Did you mean {str(place.parent / close[0])!r}?"
-        return f"{parent} holds {', '.join(names[:8]) or 'nothing'}{' …' if len(names) > 8 else ''}."
-    while not parent.is_dir():
-        parent = parent.parent
-    return f"The folder {str(place.parent)!r} does not exist either; the nearest that does is {str(parent)!r}."
 
 
 def check_columns(rows: Sequence[dict[str, Any]], columns: Sequence[str], source: str) -> None:

@@ -78,22 +78,3 @@ def test_long_prompts_are_dropped_or_refused(caplog):
         admit(rows, TASK, POLICY, "math evaluation", 3, "error")
     with pytest.raises(ConfigError, match="no training rows"):
         admit([], TASK, POLICY, "training", 3, "drop")
-
-
-@pytest.mark.parametrize("chat", [False, True])
-def test_of_a_prompt_that_is_a_book_the_beginning_alone_is_put_into_tokens(chat):
-    book = "word " * 10**5
-    asked: list[int] = []
-
-    def encode(prompt):
-        asked.append(len(prompt))
-        return list(prompt)
-
-    policy = SimpleNamespace(encode=encode, encode_all=lambda prompts, tools: [*map(encode, prompts)], decode=str)
-    task = SimpleNamespace(prompt=lambda row: [{"role": "user", "content": row}] if chat else row, tools=None)
-    assert len(admit(["ab", book], task, policy, "training", 3, "drop")) == 1
-    assert max(asked) < len(book) / 10
-    with pytest.raises(ConfigError, match=r"2 of 2 training prompts are too long.*more than 262 tokens"):
-        admit([book, book], task, policy, "training", 3, "drop")
-    blank = SimpleNamespace(encode=lambda prompt: [], encode_all=lambda prompts, tools: [[]], decode=str)
-    assert len(admit([" " * 10**6], task, blank, "training", 3, "drop")) == 1  # of few tokens, however long it is

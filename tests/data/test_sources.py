@@ -68,9 +68,9 @@ def test_a_missing_file_names_the_nearest(tmp_path):
     write_jsonl(tmp_path / "data" / "train.jsonl")
     with pytest.raises(ConfigError, match=r"'data/trian.jsonl' does not exist.*Did you mean 'data/train.jsonl'"):
         read_rows("data/trian.jsonl")
-    with pytest.raises(ConfigError, match=r"does not exist.*holds train.jsonl"):
+    with pytest.raises(ConfigError, match=r"does not exist.*data has no file of such a name"):
         read_rows("data/zzz.csv")
-    with pytest.raises(ConfigError, match=r"'dta' does not exist either; the nearest that does is '.*'"):
+    with pytest.raises(ConfigError, match=r"does not exist.*/dta does not exist either"):
         read_rows("dta/train.jsonl")
     with pytest.raises(ConfigError, match="does not exist"):
         read_rows("data/train")
@@ -98,9 +98,7 @@ def test_what_is_no_name_at_all():
         ("a.json", "[" * 10**5, "cannot be read.*recursion"),
         ("a.jsonl", '{"a": 1}\n' + "[" * 10**5, r"Line 2 of a\.jsonl is not JSON"),
         ("a.parquet", "nonsense", "cannot be read"),
-        ("a.csv", "q;a\n1;2\n", "other delimiters.*columns between ','.*Given: ';'.*Convert it"),
-        ("a.csv", "q\ta\n1\t2\n", "name it .tsv"),
-        ("b.json", '{"rows": [{"a": 1}]}', "holds no list.*whose key 'rows' does.*Write the list alone"),
+        ("b.json", '{"rows": [{"a": 1}]}', "holds no list.*Write the list alone"),
         ("a.txt", "text", "kind of the data file .*unknown.*jsonl"),
         ("a.jsonl", "", "is empty"),
         ("a.csv", "a,b\n", "is empty"),
