@@ -410,11 +410,12 @@ def check_sizes(data: RolloutDataModule) -> None:
     by_tokens = data.micro_batches == "auto"
     if isinstance(data.micro_batches, str) and not by_tokens:
         raise ConfigError("data.micro_batches is no number.", expected="one, or auto", given=data.micro_batches)
-    positive = ["prompts_per_iteration", "group_size", "passes", "mini_batches"]
-    positive += [] if by_tokens else ["micro_batches"]
-    for name in (*positive, "max_prompt_tokens", "max_completion_tokens"):
-        if getattr(data, name) < 1:
-            raise ConfigError(f"data.{name} is too small.", expected="at least 1", given=getattr(data, name))
+    least = dict.fromkeys(("prompts_per_iteration", "group_size", "passes", "mini_batches"), 1)
+    least |= {} if by_tokens else {"micro_batches": 1}
+    least |= {"max_prompt_tokens": 1, "max_completion_tokens": 1, "top_k": 0, "evaluation_limit": 0}
+    for name, lowest in least.items():
+        if getattr(data, name) < lowest:
+            raise ConfigError(f"data.{name} is too small.", expected=f"at least {lowest}", given=getattr(data, name))
     if data.temperature <= 0:
         raise ConfigError(
             "data.temperature must be positive: equal completions of a prompt have no signal.",
@@ -424,11 +425,6 @@ def check_sizes(data: RolloutDataModule) -> None:
         )
     if not 0 < data.top_p <= 1:
         raise ConfigError("data.top_p is out of range.", expected="a number in (0, 1]", given=data.top_p)
-    for name in ("top_k", "evaluation_limit"):
-        if getattr(data, name) < 0:
-            raise ConfigError(
-                f"data.{name} is too small.", expected="0 (all) or a positive number", given=getattr(data, name)
-            )
     if data.prompts_per_iteration % data.mini_batches:
         raise ConfigError(
             "data.prompts_per_iteration is not divisible by data.mini_batches.",

@@ -102,14 +102,12 @@ def read_rows(path: str, split: str = "train", subset: str | None = None) -> lis
     ):
         folder = place.absolute().parent
         close = difflib.get_close_matches(place.name, os.listdir(folder), n=1) if folder.is_dir() else []
-        near = "has no file of such a name" if folder.is_dir() else "does not exist either"
+        near = f"{folder} {'has no file of such a name' if folder.is_dir() else 'does not exist either'}."
         raise ConfigError(
             f"The data file {path!r} does not exist.",
             expected="an existing file or folder",
             given=f"{place.absolute()}",
-            remedy=f"Did you mean {str(place.parent / close[0])!r}?"
-            if close
-            else f"{folder} {near}: correct the path.",
+            remedy=f"Did you mean {str(place.parent / close[0])!r}?" if close else near,
         )
     elif _HUB_NAME.fullmatch(path):
         ask_hub(f"the data set {path!r} (split {split!r})")

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from lit_qrl.errors import ConfigError, nearest
 from lit_qrl.rewards.base import Reward, Sample, Score
 from lit_qrl.rewards.service import Gathering, awaited
-from lit_qrl.rewards.workers import Failure, WorkerPool, WorkerStartError, by_name, sent
+from lit_qrl.rewards.workers import Failure, WorkerPool, by_name, sent
 
 Function = Callable[..., Any]
 GIVEN = ("prompts", "completions", "references")
@@ -104,13 +104,6 @@ class FunctionReward(Reward):
             parameters = None
         self._takes_all = parameters is None or any(one.kind is one.VAR_KEYWORD for one in parameters)
         named = [one for one in parameters or () if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
-        if not named and not self._takes_all:
-            raise ConfigError(
-                f"{self.described} takes nothing that it could score.",
-                expected="a parameter `completions`, and others or **kwargs for the columns of the rows",
-                given="a function without parameters that have a name",
-                remedy="Write it as `def score(completions, **kwargs)`.",
-            )
         self._named = {one.name for one in named}
         free = [one.name for one in named if one.default is one.empty]
         self._required = [name for name in free if name not in (*self.arguments, *GIVEN)]
@@ -139,7 +132,6 @@ class FunctionReward(Reward):
 
     def __call__(self, samples: Sequence[Sample]) -> list[Score]:
         self.failures = {}
-        self._start()
         if self.concurrency:
             return Singly(self).scores(samples)
         if self.pool is None:
@@ -151,23 +143,7 @@ class FunctionReward(Reward):
 
     def begin(self) -> "Singly | None":
         """Return what calls the function for samples as they come, where it is called for each alone."""
-        if not self.concurrency:
-            return None
-        self._start()
-        return Singly(self)
-
-    def _start(self) -> None:
-        """Have the function imported where it is called, whose time is not counted as a call's."""
-        try:
-            if self.pool is not None:
-                self.pool.start()
-        except WorkerStartError as error:
-            raise ConfigError(
-                f"{self.described} cannot be called in a process of its own.",
-                expected="a module that another process can import",
-                given=error,
-                remedy="Correct it, or set `processes: false`.",
-            ) from error
+        return Singly(self) if self.concurrency else None
 
     def close(self) -> None:
         """Kill the worker processes, if any; a later call starts new ones."""
@@ -212,6 +188,8 @@ class Singly(Gathering):
     def __init__(self, reward: FunctionReward) -> None:
         super().__init__(reward.concurrency, reward.timeout, reward.retries, apart=reward.pool is not None)
         self.reward, self._added = reward, set[int]()
+        if reward.pool is not None:
+            reward.pool.start()  # which imports the function, and counts as no call's time
 
     def add(self, samples: Mapping[int, Sample]) -> None:
         """Take samples by their positions."""

@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any
 
+from lit_qrl.errors import ConfigError
 from lit_qrl.rewards.limit import in_this_process
 
 START_SECONDS = 60.0
@@ -48,7 +49,7 @@ class Failure:
         return (TimeoutError if self.late else RuntimeError)(self.reason)
 
 
-class WorkerStartError(RuntimeError):
+class WorkerStartError(ConfigError):
     """Workers cannot work at all on this machine."""
 
 
@@ -162,7 +163,7 @@ class WorkerPool:
                 if not server.pipe.closed:  # it lives, and says why it does not work
                     break
             self.close()
-            raise WorkerStartError(f"A worker for {_name(self.function)} does not start: {result.reason}")
+            raise self._no_start(result)
 
     def call(self, *arguments: Any) -> Any:
         """Return the result of one call, or a `Failure`.
@@ -199,7 +200,16 @@ class WorkerPool:
                 if not isinstance(ready, Failure):
                     worker.pid = ready
                     return worker
-        raise WorkerStartError(f"A worker for {_name(self.function)} does not start: {ready.reason}")
+        raise self._no_start(ready)
+
+    def _no_start(self, failure: Failure) -> WorkerStartError:
+        remedy = "Reinstall lit-qrl's dependencies" if self.confined else "Correct it, or set `processes: false`"
+        return WorkerStartError(
+            f"A worker for {_name(self.function)} does not start.",
+            expected="a module that another process can import",
+            given=failure.reason,
+            remedy=f"{remedy}; or free memory and processes.",
+        )
 
     def map(self, calls: Sequence[Sequence[Any]]) -> list[Any]:
         """Return each call's result, or a `Failure`, in order.

@@ -95,14 +95,6 @@ def test_a_reward_that_scores_nothing_at_all_is_told(caplog):
     assert "None of 2 completions has a score (reward 'silent')" in caplog.text
 
 
-def test_a_function_without_parameters_is_refused_before_anything_is_loaded():
-    def nothing():
-        return []
-
-    with pytest.raises(ConfigError, match=r"takes nothing that it could score.*`completions`"):
-        FunctionReward(nothing)
-
-
 def test_a_service_that_fails_on_a_sample_costs_that_one_after_retries(monkeypatch):
     monkeypatch.setattr("lit_qrl.rewards.service.FIRST_PAUSE", 0.0)
     tries = []
@@ -211,7 +203,7 @@ def test_what_no_other_process_can_import_stays_in_this_one():
         FunctionReward(within, processes=True)
     broken = FunctionReward(right, concurrency=1)
     broken.pool.function = Unimportable()
-    with pytest.raises(ConfigError, match=r"'right'.*Unimportable does not start.*ValueError"):
+    with pytest.raises(ConfigError, match=r"Unimportable does not start.*ValueError"):
         broken(SAMPLES)
 
 

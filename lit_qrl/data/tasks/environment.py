@@ -114,14 +114,10 @@ class Environment(MultiTurnTask):
         await self.environment.rubric.score_rollout(state)
         return state["reward"]
 
-    def start(self, row: Row) -> Any:
+    def _never(self, *_: Any) -> Any:
         raise NotImplementedError("verifiers plays the conversation itself")
 
-    def reply(self, state: Any, answer: str) -> None:
-        raise NotImplementedError("verifiers plays the conversation itself")
-
-    def finish(self, state: Any) -> float | None:
-        raise NotImplementedError("verifiers plays the conversation itself")
+    start = reply = finish = _never
 
 
 class _Client:

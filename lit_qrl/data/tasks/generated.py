@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from lit_qrl.data.sources import check_columns, read_rows
 from lit_qrl.data.task import ListedTask, Message, Row
-from lit_qrl.errors import ConfigError
+from lit_qrl.errors import ConfigError, check_choice
 from lit_qrl.rewards.base import Reward, check_names
 from lit_qrl.rewards.function import as_rewards
 
@@ -84,12 +84,7 @@ class GeneratedTask(ListedTask):
         seed: int = 0,
     ) -> None:
         self.check_sizes(train_size=train_size, evaluation_size=evaluation_size)
-        if prompt_format not in ("short", "chat"):
-            raise ConfigError(
-                f"{type(self).__name__}'s prompt_format is unknown.",
-                expected="short or chat",
-                given=repr(prompt_format),
-            )
+        check_choice(f"{type(self).__name__}'s prompt_format", prompt_format, ("short", "chat"))
         self.train_size, self.evaluation_size, self.seed = train_size, evaluation_size, seed
         self.prompt_format, self.evaluation_path, self.exclude = prompt_format, evaluation_path, list(exclude or [])
         super().__init__()

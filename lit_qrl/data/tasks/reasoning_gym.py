@@ -2,15 +2,13 @@
 
 import importlib
 import random
-import re
 from collections.abc import Sequence
 from typing import Any
 
 from lit_qrl.data.task import ListedTask, Message, Row
 from lit_qrl.errors import ConfigError, nearest
 from lit_qrl.rewards.base import Reward, Sample, check_names
-
-ANSWER = re.compile(r"<answer>\s*(.*?)\s*</answer>", re.DOTALL)
+from lit_qrl.rewards.math.reward import last_tagged
 
 
 class ReasoningGymReward(Reward):
@@ -30,10 +28,10 @@ class ReasoningGymReward(Reward):
         return [self._score(library, sample) for sample in samples]
 
     def _score(self, library: Any, sample: Sample) -> float:
-        found = ANSWER.findall(sample.completion) if self.tags else [sample.completion.strip()]
+        answer = last_tagged(sample.completion) if self.tags else sample.completion
         entry = sample.columns
         score = library.get_score_answer_fn(entry["metadata"]["source_dataset"])
-        return float(score(answer=found[-1] if found else None, entry=entry))
+        return float(score(answer=answer and answer.strip(), entry=entry))
 
 
 class ReasoningGym(ListedTask):

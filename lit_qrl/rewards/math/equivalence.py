@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 from functools import cache
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 _COMMAND = re.compile(r"(?<!\\)(\\+)([A-Za-z]+)")
@@ -481,12 +482,8 @@ def _members(text: str) -> list[str]:
 
 def _closed(inside: str) -> bool:
     """Return whether no bracket of `inside` closes one that was opened before it."""
-    depth = 0
-    for character in inside:
-        depth += (character in _OPEN) - (character in _CLOSE)
-        if depth < 0:
-            return False
-    return depth == 0
+    depths = [*accumulate((character in _OPEN) - (character in _CLOSE) for character in inside)]
+    return not depths or min(depths) >= 0 == depths[-1]
 
 
 def _same_collections(gold: tuple[str | None, list[str]], answer: tuple[str | None, list[str]], same: Equal) -> bool:

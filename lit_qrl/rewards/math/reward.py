@@ -8,12 +8,13 @@ import math
 import os
 import re
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.rewards.base import Reward, Sample
 from lit_qrl.rewards.math.equivalence import equivalent, normalize, settled, with_decimal_points
-from lit_qrl.rewards.workers import Failure, WorkerPool, WorkerStartError
+from lit_qrl.rewards.workers import Failure, WorkerPool
 
 _ANSWER_TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
 # A backslash takes the next character with it, so that `\{` and `\\` are no braces. Of `\\boxed`, which is no LaTeX,
@@ -187,7 +188,8 @@ def refuse(text: str) -> str | None:
         return f"a number of more than {MAX_DIGITS} digits"
     if any(ord(c) < 32 and c not in "\t\n\r" for c in text):
         return "control characters"
-    if _depth(text) > MAX_DEPTH:
+    steps = ((one in "([{") - (one in ")]}") for one in text)
+    if max(accumulate(steps, lambda depth, step: max(0, depth + step), initial=0)) > MAX_DEPTH:
         return f"more than {MAX_DEPTH} nested brackets"
     powers = re.sub(r"\^[{(]+", "^", re.sub(r"\s|\\left|\\right", "", text).replace("**", "^"))
     if re.search(rf"(?:\^{_EXPONENT}){{{MAX_TOWER}}}\^", powers):
@@ -202,17 +204,6 @@ def refuse(text: str) -> str | None:
     if re.search(r"!\s*!\s*!|\d{6,}\s*!", text):
         return "a factorial of a large number"
     return None
-
-
-def _depth(text: str) -> int:
-    depth = deepest = 0
-    for character in text:
-        if character in "([{":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif character in ")]}":
-            depth = max(0, depth - 1)
-    return deepest
 
 
 MAX_WORKERS = 4
@@ -285,7 +276,7 @@ class MathReward(Reward):
             for pair, verdict in verdicts.items():
                 if verdict is None and not scores[i]:
                     hard.setdefault(pair, []).append(i)
-        for pair, verdict in zip(hard, self._verdicts(list(hard)), strict=True):
+        for pair, verdict in zip(hard, self._pool.map(list(hard)), strict=True):
             if isinstance(verdict, Failure):
                 failures.update(dict.fromkeys(hard[pair], f"{verdict.reason}: {pair[1][:80]!r}"))
             elif verdict:
@@ -311,17 +302,6 @@ class MathReward(Reward):
             return str(error)
         problems = [unreadable(gold) for gold in golds]
         return "its list of answers is empty" if not golds else problems[0] if all(problems) else None
-
-    def _verdicts(self, pairs: list[tuple[str, str]]) -> list[bool | Failure]:
-        try:
-            return self._pool.map(pairs)
-        except WorkerStartError as error:
-            raise ConfigError(
-                f"MathReward {self.name!r} cannot judge answers.",
-                expected="worker processes with math-verify",
-                given=error,
-                remedy="Reinstall lit-qrl's dependencies, or free memory and processes.",
-            ) from error
 
     def close(self) -> None:
         """Kill the workers; a later call starts new ones."""
