@@ -114,10 +114,14 @@ class Environment(MultiTurnTask):
         await self.environment.rubric.score_rollout(state)
         return state["reward"]
 
-    def _never(self, *_: Any) -> Any:
+    def start(self, row: Row) -> Any:
         raise NotImplementedError("verifiers plays the conversation itself")
 
-    start = reply = finish = _never
+    def reply(self, state: Any, answer: str) -> None:
+        raise NotImplementedError("verifiers plays the conversation itself")
+
+    def finish(self, state: Any) -> float | None:
+        raise NotImplementedError("verifiers plays the conversation itself")
 
 
 class _Client:

@@ -27,6 +27,7 @@ _REPLACEMENTS = [
     for pattern, replacement in [
         (r"√\s*(\d+|[A-Za-z]|\([^()]*\))", r"\\sqrt{\1}"),
         (r"\\!\s*", ""),
+        (r"\s*\{\s*,\s*\}\s*", ","),
         (r"\\(?:[,;:>]|quad(?![a-zA-Z])|qquad(?![a-zA-Z])|displaystyle(?![a-zA-Z]))|(?<!\\)\\ |~", " "),
         (r"\\[mb]?(?:left|right)(?![a-zA-Z])\s*\.?|\\[bB]igg?[lr]?(?![a-zA-Z])", ""),
         (r"\\lbrace(?![a-zA-Z])", r"\\{"),
@@ -427,18 +428,13 @@ def split_top(text: str, separator: str = ",") -> list[str]:
     >>> split_top(r"1, (2, 3), \{4, 5\}")
     ['1', '(2, 3)', '\\{4, 5\\}']
     """
-    parts, depth, start, i = [], 0, 0, 0
-    while i < len(text):
-        if text.startswith(("\\begin", "\\end"), i):
-            depth += 1 if text.startswith("\\begin", i) else -1
-        if text[i] in _OPEN:
-            depth += 1
-        elif text[i] in _CLOSE:
-            depth -= 1
-        elif depth == 0 and text.startswith(separator, i):
+    parts, depth, start = [], 0, 0
+    for i, character in enumerate(text):
+        depth += character in _OPEN or text.startswith("\\begin", i)
+        depth -= character in _CLOSE or text.startswith("\\end", i)
+        if character == separator and depth == 0:
             parts.append(text[start:i].strip())
-            start = i + len(separator)
-        i += 1
+            start = i + 1
     return [*parts, text[start:].strip()]
 
 
