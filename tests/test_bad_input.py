@@ -207,8 +207,8 @@ KNOWN_BEFORE_A_MODEL = {
         ["--trainer.callbacks", "[AIS, RatioRejection]"],
         ["trainer.callbacks.upper: required, but not given", "init_args"],
     ),
-    "no checkpoints": (["--trainer.enable_checkpointing", "false"], ["Leave it out", "checkpoint.every_n_iterations"]),
-    "barebones": (["--trainer.barebones", "true"], ["Leave trainer.barebones out"]),
+    "no checkpoints": (["--trainer.enable_checkpointing", "false"], ["enable_checkpointing=False", "trainer.enable_checkpointing"]),
+    "barebones": (["--trainer.barebones", "true"], ["barebones mode", "or trainer.barebones."]),
     "setting that the optimizer refuses": (
         ["--model.optimizer", "torch.optim.AdamW", "--model.optimizer.weight_decay", -1],
         ["model.optimizer cannot be built", "-1", "init_args"],
@@ -238,7 +238,7 @@ KNOWN_BEFORE_A_MODEL = {
     ),
     "precision beside a plugin": (
         [*plugin("QATAligned"), "--trainer.precision", "bf16-mixed"],
-        ["`plugins=QATAligned`", "Leave trainer.precision out"],
+        ["`plugins=QATAligned`", "Correct trainer.precision"],
     ),
     "missing config": (["--config", "nope.yaml"], ["nope.yaml", "does not exist"]),
     "config without keys": (["--config", "text.yaml"], ["holds no keys"]),
@@ -300,11 +300,11 @@ KNOWN_BEFORE_A_MODEL = {
     ),
     "accelerator that does not exist": (
         ["--trainer.accelerator", "gpuu"],
-        ["cannot build the Trainer", "trainer.accelerator: gpuu", "Did you mean 'gpu'?"],
+        ["cannot build the Trainer", "trainer.accelerator: gpuu", "Correct trainer.accelerator"],
     ),
     "strategy of a GPU": (
         ["--trainer.strategy", "fsdp"],
-        ["requires a GPU", "trainer.strategy: fsdp", "Set trainer.strategy to auto"],
+        ["requires a GPU", "trainer.strategy: fsdp", "or trainer.strategy."],
     ),
     "learner in parts": (
         [
@@ -651,7 +651,7 @@ def test_a_checkpoint_of_the_same_model_is_taken(run, tmp_path, monkeypatch):
 
 def test_a_metric_that_early_stopping_does_not_find_is_one_paragraph(run):
     stopping = callback("lightning.pytorch.callbacks.EarlyStopping", monitor="reward/meen")
-    refused(run(*stopping), "EarlyStopping watches a metric", "Given: reward/meen", "'reward/mean'", loaded=True)
+    refused(run(*stopping), "metric `reward/meen` which is not available", "`reward/mean`", loaded=True)
 
 
 def test_python_raises_what_the_command_line_prints():

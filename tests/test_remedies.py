@@ -3,14 +3,11 @@
 import ast
 import re
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
-from lit_qrl.cli.errors import OTHER_NAMES
 from lit_qrl.cli.main import COMMANDS, TRAINING
 from lit_qrl.cli.training import classes_at
-from lit_qrl.functional.reduction import Reduction
 from tests.command_line import exists, options, parameters
 
 ROOT = Path(__file__).parent.parent
@@ -80,15 +77,3 @@ def test_what_remedies_name_exists():
 )
 def test_a_name_that_is_not_there_is_found(text, found):
     assert wrong(text) == found
-
-
-@pytest.mark.parametrize("name", OTHER_NAMES)
-def test_what_options_of_others_are_called_here_exists(name):
-    assert exists(re.split(r"[,: ]", OTHER_NAMES[name])[0])
-
-
-@pytest.mark.parametrize("name", ["loss_type", "loss_agg_mode"])
-def test_what_values_of_others_are_called_here_can_be_typed(name):
-    values = re.findall(r"(\w+) for \w", OTHER_NAMES[name])
-    assert len(values) > 3
-    assert {*values} <= {*get_args(Reduction), *classes_at("objective")}

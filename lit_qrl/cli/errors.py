@@ -23,12 +23,31 @@ EXTRAS = {"bitsandbytes": "bnb", "transformer_engine": "te", "vllm": "vllm"}
 """Optional libraries and what installs them."""
 HARDWARE = ("accelerator", "devices", "strategy")
 """Settings that are shown when Lightning names none."""
-WATCHES = {
-    "EarlyStopping": r"Early stopping conditioned on metric `([^`]+)`",
-    "ModelCheckpoint": r"`ModelCheckpoint\(monitor='([^']+)'\)` could not find the monitored key",
-}
-"""What says that a metric is missing, and how Lightning begins to say so."""
-SEE_HELP = "See --help for the options."
+SEE_HELP = (
+    "See --help for the options; docs/from_trl.md and docs/from_verl.md say what those of TRL and verl are called here."
+)
+SAID = (
+    (
+        r"Multiple subclasses with name (\w+)\.[^:\n]*: (.*?)\.?$",
+        "{where}there are several classes {0!r}. Give one with its module: {1}.",
+    ),
+    (
+        r"unrecognized arguments?: ([^\s-]\S*\.ya?ml)",
+        "A configuration file comes after --config. Given: {0}. Write --config {0}.",
+    ),
+    (r"File does not exist: '?([^'\n]+?)'?\.?$", "{where}the file {0!r} does not exist. Check the path."),
+    (
+        r'(?:Key|Option) "?([\w.]+)"? is required',
+        "{0} is required but was not given. Add it to a --config file or the command line.",
+    ),
+    (
+        r"^Unexpected config: (.*)",
+        "A --config file holds no keys. Expected: YAML such as `data: {{group_size: 8}}`. Given: {0}.",
+    ),
+)
+"""What the parser says, and the sentence instead of it."""
+TOLD = r"the value |there is no |there are several |the file |required, but not given"
+"""How such a sentence begins behind its key."""
 OPTIONS_SHOWN = 30
 """Options of a command up to which all are written out."""
 SHOWN = 4
@@ -71,25 +90,19 @@ def readable(
 
     # An option of a class that may be chosen by name: `NestedArg` is the parser's word for it.
     nested = re.search(r"NestedArg\(key='([\w.]+)'", message)
-    if key and nested and "is abstract" in message:
-        return f"{where}the option {nested[1]!r} is of a class that is not chosen. Set {key[1]}.class_path first."
-    if key and nested and re.search(r"there is no option .*See --help", message):
+    if key and nested and re.search(r"is abstract|there is no option .*See --help", message):
         example = " (such as peft.LoraConfig)" if "PeftConfig" in message else ""
         hint = f"If no class is chosen yet, set {key[1]}.class_path first{example}; else see --help for its options."
         return f"{where}there is no option {nested[1]!r}. {hint}"
 
-    if found := re.search(r"Multiple subclasses with name (\w+)\.[^:\n]*: (.*?)\.?$", message, re.MULTILINE):
-        return f"{where}there are several classes {found[1]!r}. Give one with its module: {found[2]}."
-
     # A class's own parser has made its paragraph already; in a list or a union it stands among other attempts.
-    told = r"the value |there is no |the file |required, but not given"
-    inner = re.search(rf"^[\s-]*((?:[\w., ]+: )?(?:{told}).*)$", message, re.MULTILINE)
+    inner = re.search(rf"^[\s-]*((?:[\w., ]+: )?(?:{TOLD}).*)$", message, re.MULTILINE)
     if key and inner:
-        deeper, name = re.match(r"[\w., ]+: ", inner[1]), re.search(r"no option '([^']+)'", inner[1])
-        other = f"Here it is {key[1]}.init_args.{name[1] if name else ''}."  # what was given, of another class there
-        told, is_other, _ = inner[1].partition(other)
-        text = f"{told}The class that is chosen has none: leave it out, or choose another." if is_other else inner[1]
-        return f"{key[1]}{'.' if deeper else ': '}{text}"
+        of_option = re.match(r"[\w., ]+: ", inner[1])
+        return f"{key[1]}{'.' if of_option else ': '}{inner[1]}"
+    for pattern, sentence in SAID:
+        if found := re.search(pattern, message, re.MULTILINE):
+            return sentence.format(*found.groups(), where=where)
 
     refused = r"Option '([^']+)' is not accepted|Key '([^']+)' is not expected|does not accept option '([^']+)'"
     if found := re.search(refused, message):
@@ -97,8 +110,6 @@ def readable(
         missing = re.findall(r"(?:Subclass|class) '([\w.]+)'", message)
         hint = _instead(name, [option.lstrip("-") for option in options])
         return f"{where}there is no option {name!r}{f' of {missing[0]}' if missing else ''}. {hint}"
-    if found := re.search(r"unrecognized arguments?: ([^\s-]\S*\.ya?ml)", message):
-        return f"A configuration file comes after --config. Given: {found[1]}. Write --config {found[1]}."
     if found := re.search(r"unrecognized arguments?: (--?[\w.+-]+)", message):
         return f"{found[1]} is not an option of this command. {_instead(found[1], options)}"
     # A number that a class of torch may stand for too, as a learning rate: who gives a plain word means neither.
@@ -113,26 +124,9 @@ def readable(
         looked = "Check the name; modules are found in the working directory and on PYTHONPATH, not beside the YAML."
         remedy = f"Install it: pip install 'lit-qrl[{extra}]'." if extra else looked
         return f"{where}{found[0].strip()}.{value} {remedy}"
-    if found := re.search(r"File does not exist: '?([^'\n]+?)'?\.?$", message, re.MULTILINE):
-        return f"{where}the file {found[1]!r} does not exist. Check the path."
-    if found := re.search(r'(?:Key|Option) "?([\w.]+)"? is required[^.]*', message):
-        return f"{found[1]} is required but was not given. Add it to a --config file or the command line."
     if found := re.search(r"arguments are required: (.*)", message):
-        command, _, _ = found[1].partition(".")
-        names = [name.removeprefix(f"{command}.") for name in found[1].split(", ")]
-        them = "it" if len(names) == 1 else "them"
-        if names[0] == found[1].split(", ")[0]:  # a class's own, without the command before it
-            return f"{', '.join(names)}: required, but not given. Set {them} among the init_args."
-        return (
-            f"{', '.join(names)}: required, but not given. Add {them} to a --config file or the command line, or start "
-            f"from a whole one: lit-qrl {command} --config configs/quickstart.yaml."
-        )
-    if "is required" in message:
-        return f"{where}{_first(message)} Add it to a --config file or the command line."
-    if found := re.match(r"Unexpected config: (.*)", message):
-        return f"A --config file holds no keys. Expected: YAML such as `data: {{group_size: 8}}`. Given: {found[1]}."
-    expected = dict.fromkeys(re.findall(r"Expected (?:an? |value )?<class '(?:[\w.]*\.)?(\w+)'>", message))
-    words = {"NoneType": "null", "bool": "true or false"}
+        names = re.sub(r"\b(fit|validate|test|predict)\.", "", found[1])
+        return f"{names}: required, but not given. Add it to a --config file, in a class to its init_args."
     # A union may hold several lists, and of one list of numbers only the Subtypes say what they are.
     literals = [line for line in message.splitlines() if re.search(r"(?:Expected|Subtypes?).*?Literal\[", line)]
     if literals:
@@ -140,27 +134,27 @@ def readable(
         choices = list(dict.fromkeys(choice.strip(" '\"") for choice in listed.split(",")))
         close = nearest(given[1].strip(), choices) if given else ""
         hint = f" {close}" if close.startswith("Did") else ""
-        kinds = re.findall(r"<class '(?:[\w.]*\.)?(\w+)'>", literals[0])  # of the same union, as a number beside `auto`
-        others = [words.get(str(kind), str(kind)) for kind in kinds if kind != "NoneType"]
-        return f"{where}the value is not one of the choices. Expected: {', '.join([*others, *choices])}.{value}{hint}"
-    if expected:
-        kinds = " or ".join(words.get(str(kind), str(kind)) for kind in expected)
-        return f"{where}the value has the wrong type. Expected: {kinds}.{value}"
-    return f"{where}{_first(message)}{value}"
+        expected = ", ".join([*_kinds(literals[0], r"<class '(?:[\w.]*\.)?(\w+)'>"), *choices])
+        return f"{where}the value is not one of the choices. Expected: {expected}.{value}{hint}"
+    if kinds := _kinds(message, r"Expected (?:an? |value )?<class '(?:[\w.]*\.)?(\w+)'>"):
+        return f"{where}the value has the wrong type. Expected: {' or '.join(kinds)}.{value}"
+    lines = [line.strip(" -:") for line in message.splitlines()]
+    telling = [line for line in lines if line and not line.startswith(("Parser key", "Subtypes", "Errors"))]
+    return f"{where}{(telling or [message.strip()])[0].rstrip('.')}.{value}"
+
+
+def _kinds(text: str, pattern: str) -> list[str]:
+    """Return the types that a message names, in the words of YAML."""
+    words = {"bool": "true or false", "NoneType": "null"}
+    return [words.get(kind, kind) for kind in dict.fromkeys(re.findall(pattern, text))]
 
 
 def _instead(name: str, options: Iterable[str]) -> str:
-    """Return what an unknown option is called here, the nearest that there is, or where they are listed."""
+    """Return the nearest option that there is, or where all are listed."""
     options = list(options)
-    close = here(name) or nearest(name, options)
-    told = close.startswith(("Did", "Here")) or (name.startswith("-") and len(options) <= OPTIONS_SHOWN)
+    close = nearest(name, options)
+    told = close.startswith("Did") or (name.startswith("-") and len(options) <= OPTIONS_SHOWN)
     return close if told else SEE_HELP
-
-
-def _first(message: str) -> str:
-    lines = [line.strip(" -:") for line in message.splitlines()]
-    telling = [line for line in lines if line and not line.startswith(("Parser key", "Subtypes", "Errors"))]
-    return (telling[0] if telling else message.strip()).rstrip(".") + "."
 
 
 def refused(error: Exception, settings: Mapping[str, Any]) -> ConfigError:
@@ -173,73 +167,24 @@ def refused(error: Exception, settings: Mapping[str, Any]) -> ConfigError:
     >>> print(refused(ValueError("You selected an invalid accelerator name: `accelerator='gpuu'`."),
     ...     {"accelerator": "gpuu", "devices": "auto"}))
     Lightning cannot build the Trainer: You selected an invalid accelerator name: `accelerator='gpuu'`. Given: \
-trainer.accelerator: gpuu. Did you mean 'gpu'?
+trainer.accelerator: gpuu. Correct trainer.accelerator.
     """
+    from lit_qrl import strategies
+
     text = re.sub(r"<(?:\w+\.)*(\w+) object at 0x\w+>", r"\1", " ".join(str(error).split())).rstrip(".!")
     keys = [key for key, value in settings.items() if value is not None and re.search(rf"\b{key}\b", text)]
     keys = keys or [key for key in HARDWARE if settings.get(key, "auto") != "auto"]
     given = ", ".join(f"trainer.{key}: {_shown(settings[key])}" for key in keys)
-    correct = f"Correct {' or '.join(f'trainer.{key}' for key in keys)}." if keys else "See lit-qrl fit --help."
-    remedy = _remedy(text, settings) or correct
+    remedy = f"Correct {' or '.join(f'trainer.{key}' for key in keys)}." if keys else "See lit-qrl fit --help."
+    if (name := str(settings.get("strategy"))) in strategies.__all__:
+        remedy = f"{name} is a class: set trainer.strategy.class_path to it, as {shipped('configs/strategy')} does."
     return ConfigError(f"Lightning cannot build the Trainer: {text}.", given=given or None, remedy=remedy)
-
-
-def _remedy(text: str, settings: Mapping[str, Any]) -> str:
-    if settings.get("barebones"):
-        return "Leave trainer.barebones out: a run needs its loggers and checkpoints."
-    if "enable_checkpointing=False" in text:
-        return "Leave it out: every run writes last.ckpt, with --checkpoint.every_n_iterations 0 once, at its end."
-    from lightning.pytorch.accelerators import AcceleratorRegistry
-
-    from lit_qrl import strategies
-
-    here = [name for name in AcceleratorRegistry if AcceleratorRegistry[name]["accelerator"].is_available()]
-    if "invalid accelerator name" in text:
-        return nearest(str(settings["accelerator"]), ["auto", "gpu", *AcceleratorRegistry])
-    if "gpu backend" in text or "accelerator is not available" in text:
-        return f"Set trainer.accelerator to auto, or to what this machine has: {', '.join(here)}."
-    if "invalid strategy name" in text:
-        name, ours = str(settings["strategy"]), list(strategies.__all__)
-        if name in ours:
-            return f"{name} is a class: set trainer.strategy.class_path to it, as {shipped('configs/strategy')} does."
-        return nearest(name, ["auto", "ddp", *ours])
-    if "requires a GPU" in text:
-        return "Set trainer.strategy to auto, or run where there is a GPU."
-    if "precision" in text and "plugins" in text:
-        return "Leave trainer.precision out: the plugin says what is computed in which precision."
-    return ""
 
 
 def _shown(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(_shown, value))}]"
     return str(value) if isinstance(value, (str, int, float, tuple)) else type(value).__name__
-
-
-def of_run(error: Exception) -> ConfigError | None:
-    """Return the paragraph for what Lightning finds wrong once a run has begun; None for anything else.
-
-    Args:
-        error: Lightning's own.
-
-    >>> print(of_run(RuntimeError("Early stopping conditioned on metric `reward/men` which is not available. Pass in "
-    ...     "or modify your `EarlyStopping` callback to use any of the following: `reward/mean`, `reward/std`")))
-    EarlyStopping watches a metric that the run has not logged. Given: reward/men. Did you mean 'reward/mean'?
-    """
-    text = str(error)
-    matches = ((who, re.match(words, text)) for who, words in WATCHES.items())
-    who, found = next((pair for pair in matches if pair[1]), ("", None))
-    if found is None:
-        return None
-    known = re.findall(r"[`']([^\s`']+)[`']", text[found.end() :].replace("`EarlyStopping`", ""))
-    close = nearest(found[1], known)
-    return ConfigError(
-        f"{who} watches a metric that the run has not logged.",
-        given=found[1],
-        remedy=close
-        if close.startswith("Did")
-        else f"Set its monitor to a column of metrics.csv ({shipped('docs/metrics.md')}).",
-    )
 
 
 def made_by_training(error: ConfigError, steps: int) -> bool:
@@ -324,72 +269,3 @@ def _where(run_folder: str | Path, not_finite: bool = False) -> str:
     known = f"The report is {report}." if report.is_file() else f"The run folder is {run_folder}."
     doubt = ", and may hold these weights already" if not_finite else ""
     return f"{known} The last checkpoint is {saved}{doubt}." if saved else f"{known} No checkpoint had been written."
-
-
-CALLED_ELSEWHERE = {
-    "ckpt_path": "resume_from_checkpoint",
-    "checkpoint.every_n_iterations": "save_steps save_freq",
-    "data.engine.init_args.gpu_memory_utilization": "vllm_gpu_memory_utilization gpu_memory_utilization",
-    "data.engine.init_args.tensor_parallel_size": "vllm_tensor_parallel_size tensor_model_parallel_size",
-    "data.engine: VLLMEngine": "use_vllm",
-    "data.engine: VLLMEngine is in the trainer's process, RemoteVLLMEngine in one of its own": "vllm_mode",
-    "data.evaluation_greedy": "greedy",
-    "data.evaluation_samples": "val_kwargs.n",
-    "data.evaluation_size, problems of an evaluation": "per_device_eval_batch_size",
-    "data.evaluation_temperature": "val_kwargs.temperature",
-    "data.group_size": "num_generations rollout.n",
-    "data.max_completion_tokens": "max_completion_length max_response_length",
-    "data.max_prompt_tokens": "max_prompt_length",
-    "data.max_tokens_per_micro_batch": "ppo_max_token_len_per_gpu",
-    "data.micro_batches": "gradient_accumulation_steps",
-    "data.micro_batches, their number": "ppo_micro_batch_size_per_gpu",
-    "data.mini_batches": "steps_per_generation",
-    "data.mini_batches, their number": "ppo_mini_batch_size",
-    "data.passes": "num_iterations ppo_epochs",
-    "data.prompts_per_iteration": "train_batch_size",
-    "data.prompts_per_iteration, prompts over all devices": "per_device_train_batch_size",
-    "data.prompts_per_iteration, without the completions of each": "generation_batch_size",
-    "data.task.init_args.path": "dataset_name train_files",
-    "data.temperature": "temperature",
-    "model.lr_schedule": "lr_scheduler_type",
-    "model.objective.init_args.clip_high": "epsilon_high clip_ratio_high",
-    "model.objective.init_args.clip_low": "epsilon clip_ratio_low",
-    "model.objective.init_args.clip_low and clip_high": "clip_ratio",
-    "model.objective.init_args.entropy_coefficient": "entropy_coeff",
-    "model.objective.init_args.kl_coefficient": "beta kl_coef kl_loss_coef",
-    "model.objective.init_args.mask_truncated": "mask_truncated_completions",
-    "model.objective.init_args.reduction: token for dapo, sequence for grpo. Others are classes: model.objective is "
-    "DrGRPO for dr_grpo, CISPO for cispo, SAPO for sapo": "loss_type",
-    "model.objective.init_args.reduction: token for token-mean, sequence for seq-mean-token-mean, sequence_sum for "
-    "seq-mean-token-sum, constant for seq-mean-token-sum-norm": "loss_agg_mode",
-    "model.objective.init_args.scale": "scale_rewards norm_adv_by_std_in_grpo",
-    "model.objective: GRPO, DrGRPO and the others of configs/objective": "adv_estimator",
-    "model.optimizer.init_args.lr": "learning_rate optim.lr",
-    "model.policy.init_args.gradient_checkpointing": "gradient_checkpointing",
-    "model.policy.init_args.model": "model_name_or_path model.path",
-    "model.warmup": "warmup_ratio",
-    "seed_everything": "seed",
-    "trainer.callbacks: configs/correction has files to add with --config": "vllm_importance_sampling_cap "
-    "vllm_importance_sampling_correction rollout_is rollout_is_threshold",
-    "trainer.check_val_every_n_epoch": "test_freq",
-    "trainer.check_val_every_n_epoch, in iterations": "eval_steps",
-    "trainer.default_root_dir": "output_dir",
-    "trainer.gradient_clip_val": "max_grad_norm grad_clip",
-    "trainer.logger": "report_to",
-    "trainer.max_epochs, which counts iterations": "max_steps num_train_epochs total_epochs",
-}
-"""By the option here, and behind a comma or colon what else is to be known of it: what TRL and verl call it, of verl as
-many parts from the end as tell it from others."""
-OTHER_NAMES = {name: option for option, names in CALLED_ELSEWHERE.items() for name in names.split()}
-
-
-def here(name: str) -> str | None:
-    """Return what an option of others is here, as a sentence, or None for one that is not known.
-
-    >>> here("--num_generations"), here("actor_rollout_ref.rollout.n"), here("data.rollout")
-    ('Here it is data.group_size.', 'Here it is data.group_size.', None)
-    """
-    parts = name.lstrip("-").split(".")
-    ends = (".".join(parts[start:]) for start in range(len(parts)))
-    found = next((OTHER_NAMES[end] for end in ends if end in OTHER_NAMES), None)
-    return found and f"Here it is {found}."

@@ -47,7 +47,7 @@ from lit_qrl.callbacks.run_folder import standing
 from lit_qrl.cli import TRAINING
 from lit_qrl.cli.config_files import config_files, expanded, found, located, run_folder_name
 from lit_qrl.cli.dry_run import dry_run
-from lit_qrl.cli.errors import made_by_training, of_run, paragraph, refused
+from lit_qrl.cli.errors import made_by_training, paragraph, refused
 from lit_qrl.cli.parser import CommandParser, FunctionError, ReadableParser, in_object, in_words
 from lit_qrl.data import tasks
 from lit_qrl.data.module import RolloutDataModule
@@ -357,9 +357,9 @@ class QRLCLI(LightningCLI):
             raise StoppedError(paragraph(error, shown(self.trainer.default_root_dir))) from error
         except (MisconfigurationException, RuntimeError, MemoryError) as error:
             stop_where_short(self.trainer, error)
-            if (known := of_run(error)) is None:
-                raise
-            raise known from error
+            if "conditioned on metric" in str(error):  # EarlyStopping's, which names the metrics that there are
+                raise ConfigError(str(error)) from error
+            raise
         except (SystemExit, Interrupted) as error:
             ended = (error, error.__context__)  # by itself, or Lightning's way out after it
             interrupted = next((one for one in ended if isinstance(one, Interrupted)), None)
