@@ -1,6 +1,5 @@
 """Where one run writes: `runs/<name>/<n>` for a training, and a folder of its command for what does not train."""
 
-import difflib
 import errno
 import json
 import os
@@ -223,33 +222,18 @@ def _unwritable(folder: Path, error: OSError) -> ConfigError:
 
 
 def meant(given: Path, runs: Path = Path("runs")) -> str:
-    """Return a sentence that names the run that was meant, or those to choose from.
+    """Return a sentence that names the runs in a folder, else those beside it, else all, the newest first.
 
     Args:
         given: a folder that is no run: one that holds runs, a misspelt one, or any other.
         runs: where runs are when none is near `given`.
     """
-    beside = {path.name: path for path in _folders(given.parent) if path.name != given.name}
-    close = [] if number(given) else [beside[name] for name in difflib.get_close_matches(given.name, beside)]
-    misspelt = ([one] if is_run(one) else _newest(one)[-1:] for one in close)
-    found = _newest(given) or next(filter(None, misspelt), []) or _newest(given.parent) or _newest(runs)
-    if len(found) > 1:
-        return f"Choose one of {listed(map(str, found))}."
-    return f"Did you mean {found[0]}?" if found else "lit-qrl fit makes one, under runs/."
-
-
-def _newest(folder: Path) -> list[Path]:
-    """Return the last run in a folder, or of each of its folders."""
-    inside = _folders(folder)
-    own = oldest_first(path for path in inside if is_run(path))
-    if own:
-        return own[-1:]
-    deeper = (oldest_first(path for path in _folders(one) if is_run(path)) for one in inside)
-    return [found[-1] for found in deeper if found]
-
-
-def _folders(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("[!.]*") if path.is_dir())
+    places = (given, given.parent, runs)
+    near = ([one for one in (*place.glob("*"), *place.glob("*/*")) if is_run(one)] for place in places)
+    found = next(filter(None, near), [])
+    if len(found) < 2:
+        return f"Did you mean {found[0]}?" if found else "lit-qrl fit makes one, under runs/."
+    return f"Choose one of {listed(map(str, reversed(oldest_first(found))))}."
 
 
 LOCK_FILE, HOLDER_FILE = ".lock", ".lock.json"
