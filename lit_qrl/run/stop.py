@@ -3,7 +3,7 @@
 Of memory that does not suffice it says what was asked for, who has the rest, and what to change.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any, NoReturn, Protocol, TypeVar, runtime_checkable
 
@@ -63,6 +63,12 @@ def has_learned(trainer: Any) -> bool:
     return first is not None and trainer.global_step > first
 
 
+REMEDIES = (
+    "What helps, what costs least first, where it is not set yet: more data.micro_batches, or where they are auto a "
+    "lower data.max_tokens_per_micro_batch; model.policy.gradient_checkpointing: true; a lower gpu_memory_utilization "
+    "or cache_gigabytes of data.engine; model.optimizer: bitsandbytes.optim.AdamW8bit; trainer.strategy: "
+    "ShardedStrategy over more GPUs, or with offload: true; an adapter instead of all weights (model.policy.lora)."
+)
 GIB = 2**30
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -104,7 +110,7 @@ def stop_where_short(trainer: Trainer, error: BaseException, doing: str = "", sa
     if isinstance(error, MemoryShortageError):
         what, remedy = str(error), ""
     elif out_of_memory(error) and not isinstance(error, StoppedError):
-        what, remedy = f"Memory ran out{doing}: {asked(error)}.", remedies(trainer)
+        what, remedy = f"Memory ran out{doing}: {asked(error)}.", REMEDIES
     else:
         return
     message = " ".join(filter(None, (what, in_use(trainer), remedy)))
@@ -139,39 +145,6 @@ def in_use(trainer: Any) -> str:
         sentence += f"; its engine may take {share:g} of the GPU's memory, {_size(share * total)}"
     others = "activations, engine and libraries" if engine is not None and not engine.overlaps else "activations"
     return f"{sentence}; {others} have the rest of what is in use, {_size(max(rest, 0))} of {_size(total)}."
-
-
-def remedies(trainer: Any) -> str:
-    """Return what would take less memory and is not set yet, the cheapest first, as a sentence.
-
-    Args:
-        trainer: of the run.
-    """
-    found = list(_remedies(trainer, trainer.lightning_module, getattr(trainer, "datamodule", None)))
-    return f"What helps, what costs least first: {'; '.join(found)}."
-
-
-def _remedies(trainer: Any, module: Any, data: Any) -> Iterator[str]:
-    policy, engine = getattr(module, "policy", None), getattr(data, "engine", None)
-    sharded = hasattr(trainer.strategy, "packed_base")
-    if getattr(data, "micro_batches", None) == "auto":
-        yield "a lower data.max_tokens_per_micro_batch"
-    elif data is not None and data.parts < data.prompts_per_rank // data.mini_batches * data.group_size:
-        yield f"data.micro_batches above {data.micro_batches}"
-    if getattr(policy, "gradient_checkpointing", True) is not True:
-        yield "model.policy.gradient_checkpointing: true"
-    if engine is not None and not engine.overlaps:
-        known = ("gpu_memory_utilization", "cache_gigabytes")
-        yield from (f"a lower data.engine.{name}" for name in known if hasattr(engine, name))
-    names = {type(getattr(one, "optimizer", one)).__name__ for one in getattr(trainer, "optimizers", ())}
-    if names & {"Adam", "AdamW"} and not sharded:
-        yield "model.optimizer: bitsandbytes.optim.AdamW8bit"
-    if not sharded:
-        yield "trainer.strategy: ShardedStrategy over more GPUs, or with offload: true"
-    elif not trainer.strategy.offload:
-        yield "more GPUs, or offload: true of ShardedStrategy"
-    if getattr(policy, "lora", None) is None:
-        yield "an adapter instead of all weights (model.policy.lora)"
 
 
 def _bytes(tensors: Iterable[Any], device: torch.device) -> int:

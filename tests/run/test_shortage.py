@@ -15,7 +15,7 @@ from lit_qrl.policy import CausalPolicy
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.engine import EngineDiedError
 from lit_qrl.run.event_log import read_jsonl
-from lit_qrl.run.stop import in_use, remedies, stop_run, stop_where_short
+from lit_qrl.run.stop import in_use, stop_run, stop_where_short
 from tests.tiny_run import build, command, model_folder
 from tests.two_processes import RANKS, free_ports, join, started
 
@@ -98,43 +98,16 @@ def test_what_is_no_shortage_stays_what_it_is(tmp_path, monkeypatch):
 def learner(**options):
     weight = torch.nn.Parameter(torch.zeros(2**18))
     weight.grad = torch.zeros(2**18)
-    module = torch.nn.ParameterList([weight])
-    module.policy = SimpleNamespace(gradient_checkpointing="auto", lora=None)
     optimizer = torch.optim.AdamW([weight])
     optimizer.step()
-    engine = SimpleNamespace(overlaps=False, gpu_memory_utilization=0.3)
-    data = SimpleNamespace(parts=2, micro_batches=2, prompts_per_rank=4, mini_batches=1, group_size=8)
-    data.engine = engine
-    vars(data).update(options.pop("data", {}))
     strategy = SimpleNamespace(root_device=torch.device("cpu"))
-    made = SimpleNamespace(lightning_module=module, strategy=strategy, optimizers=[optimizer], datamodule=data)
-    vars(made).update(options)
-    return made
+    module = torch.nn.ParameterList([weight])
+    return SimpleNamespace(lightning_module=module, strategy=strategy, optimizers=[optimizer], **options)
 
 
 def test_what_the_learner_holds_is_named_by_its_parts():
     said = in_use(learner())
     assert said == "The learner holds 1.0 MiB of weights, 1.0 MiB of gradients, 2.0 MiB of optimizer states on cpu."
-
-
-def test_remedies_come_in_the_order_of_what_they_cost_and_leave_out_what_is_set():
-    said = remedies(learner())
-    order = [
-        "micro_batches above 2",
-        "gradient_checkpointing",
-        "gpu_memory_utilization",
-        "AdamW8bit",
-        "Sharded",
-        "lora",
-    ]
-    places = [said.index(word) for word in order]
-    assert places == sorted(places)
-    few = learner(data={"parts": 32})
-    few.lightning_module.policy = SimpleNamespace(gradient_checkpointing=True, lora=object())
-    few.datamodule.engine.overlaps = True
-    few.strategy.packed_base, few.strategy.offload = "replicated", False
-    assert remedies(few) == "What helps, what costs least first: more GPUs, or offload: true of ShardedStrategy."
-    assert "a lower data.max_tokens_per_micro_batch" in remedies(learner(data={"micro_batches": "auto"}))
 
 
 def test_the_command_line_says_one_paragraph_and_exits_as_it_never_fitted(tmp_path, monkeypatch, capsys):
