@@ -177,7 +177,7 @@ class Run:
 
     @property
     def seconds(self) -> float | None:
-        """Wall time of the run's sessions, without the pauses between them; else the sum of its iterations."""
+        """Wall time of the run's sessions, without the pauses between them."""
         total, start, last = 0.0, None, None
         for event in self.events:
             now = _number(event.get("time"))
@@ -189,7 +189,7 @@ class Run:
                 start = now
             last = now
         if start is None or last is None:
-            return math.fsum(self.series("time/iteration").values) or None
+            return None
         if self.status == "running":
             with suppress(OSError):
                 last = max(last, (self.folder / METRICS_FILE).stat().st_mtime)
@@ -213,27 +213,17 @@ class Run:
 
     @property
     def format(self) -> str | None:
-        """The sampler's number format: as loaded, else as configured."""
+        """The sampler's number format, as loaded."""
         quantized = [name for name in self.layers.values() if name not in ("bf16", "fp16", "fp32", "None")]
         if quantized:
             return max(sorted(set(quantized)), key=quantized.count)
-        if self.layers:
-            return max(sorted(set(self.layers.values())), key=list(self.layers.values()).count)
-        return short_name(self.setting("publisher", "format"))
+        return max(sorted(set(self.layers.values())), key=list(self.layers.values()).count, default=None)
 
     @property
     def correction(self) -> str | None:
         """Names of the corrections, joined; `none` when the run says that it has none."""
         names = self.started.get("corrections")
-        if not isinstance(names, list):
-            callbacks = self.setting("trainer", "callbacks")
-            if not self.config:
-                return None
-            listed = callbacks if isinstance(callbacks, list) else []
-            names = [
-                short_name(c) for c in listed if not _class_path(c).startswith(("lightning.", "pytorch_lightning."))
-            ]
-        return " + ".join(str(name) for name in names) or "none"
+        return (" + ".join(map(str, names)) or "none") if isinstance(names, list) else None
 
     @property
     def started(self) -> dict[str, Any]:
@@ -287,23 +277,6 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
         if row:
             rows.append(row)
     return rows
-
-
-def short_name(value: Any) -> str | None:
-    """Return the class name of a `class_path` entry, with its arguments, or the value itself as text.
-
-    >>> short_name({"class_path": "lit_qrl.formats.Int4Group", "init_args": {"group_size": 32}})
-    'Int4Group(group_size=32)'
-    """
-    if isinstance(value, dict):
-        arguments = value.get("init_args") or {}
-        inner = ", ".join(f"{k}={v}" for k, v in arguments.items()) if isinstance(arguments, dict) else ""
-        return _class_path(value).rsplit(".", 1)[-1] + (f"({inner})" if inner and len(inner) <= 40 else "")
-    return None if value is None else str(value)
-
-
-def _class_path(value: Any) -> str:
-    return str(value.get("class_path", "")) if isinstance(value, dict) else str(value)
 
 
 def _is_training(row: dict[str, float]) -> bool:

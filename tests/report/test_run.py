@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from lit_qrl.report.run import Run, Series, phase_series, read_metrics, short_name, where_time_went
+from lit_qrl.report.run import Run, Series, phase_series, read_metrics, where_time_went
 
 
 def write_csv(folder, rows):
@@ -102,23 +102,13 @@ def test_odd_files_are_no_error(tmp_path, content):
     assert run.series("a").values in ([], [3.0])
 
 
-def test_what_the_sampler_loaded_counts_more_than_the_configuration(make_run):
+def test_the_format_is_what_the_sampler_loaded(make_run):
     folder = make_run()
     assert Run(folder).format == "fp8_tensor"
     (folder / "publish.json").write_text(json.dumps({"layers": {"a": "int4_group", "b": "bf16", "c": "bf16"}}))
     assert Run(folder).format == "int4_group"
     (folder / "publish.json").unlink()
-    assert Run(folder).format == "fp8_tensor"
-
-
-def test_the_correction_is_known_without_a_diary(make_run):
-    folder = make_run(correction="TIS")
-    (folder / "events.jsonl").unlink()
-    assert Run(folder).correction == "TIS"
-    config = json.loads((folder / "config.yaml").read_text())
-    config["trainer"]["callbacks"] = [{"class_path": "lightning.pytorch.callbacks.LearningRateMonitor"}]
-    (folder / "config.yaml").write_text(json.dumps(config))
-    assert Run(folder).correction == "none"
+    assert Run(folder).format is None
 
 
 @pytest.mark.parametrize(
@@ -148,21 +138,9 @@ def test_seconds_leave_out_the_pause_between_sessions(tmp_path):
     assert Run(tmp_path).seconds == 3
 
 
-def test_seconds_without_a_diary_are_the_iterations(tmp_path):
-    run = write_csv(tmp_path, [{"epoch": e, "step": e, "time/iteration": 1.5} for e in range(4)])
-    assert run.seconds == 6
-
-
 def test_a_numbered_folder_is_named_with_its_parent(tmp_path):
     assert Run(tmp_path / "quickstart" / "3").name == "quickstart/3"
     assert Run(tmp_path / "mine").name == "mine"
-
-
-def test_short_names():
-    assert short_name({"class_path": "a.b.NVFP4"}) == "NVFP4"
-    assert short_name({"class_path": "a.Big", "init_args": {"text": "x" * 99}}) == "Big"
-    assert short_name("fp8_row") == "fp8_row"
-    assert short_name(None) is None
 
 
 def test_benchmarks_and_their_intervals(tmp_path):
