@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities import rank_zero_only
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.run.checkpoint_files import Cadence, CheckpointFiles, read_checkpoint, staging, whole_checkpoints
+from lit_qrl.run.checkpoint_files import CheckpointFiles, read_checkpoint, staging, whole_checkpoints
 from lit_qrl.run.description import Described
 from lit_qrl.run.folder import check_place, last_checkpoint, shown
 from lit_qrl.run.interrupt import Interrupted, InterruptedTogether, Interruption, check_process, deadline
@@ -25,6 +25,8 @@ from lit_qrl.strategies.peers import Peers
 if TYPE_CHECKING:
     from lit_qrl.module import GRPOModule
 
+SHARE = 0.02
+"""Of the wall time, what saves under `auto` may keep the run waiting."""
 PATIENCE = 1.0
 """Seconds after which the end of a run says what it waits for."""
 
@@ -55,7 +57,9 @@ class RunCheckpoint(Described, Checkpoint):
                 "checkpoint.every_n_iterations and checkpoint.keep_every count iterations.", expected=">= 0"
             )
         self.every_n_iterations, self.keep_every = every_n_iterations, keep_every
-        self._cadence, self._files, self._interruption = Cadence(), CheckpointFiles(), Interruption()
+        self._files, self._interruption = CheckpointFiles(), Interruption()
+        self._next = 0.0
+        """When a save is due again under `auto`."""
         self._saved = self._loaded = -1
         self._requeueing: Any = None
 
@@ -104,7 +108,8 @@ class RunCheckpoint(Described, Checkpoint):
             telling = _told(trainer) if ends else nullcontext()
             with pl_module.iteration.timed("checkpoint"), telling:
                 self._save(trainer, f"iteration-{iteration}" if kept else None)
-            self._cadence.saved(began, time.perf_counter())
+            ended = time.perf_counter()
+            self._next = ended + (ended - began) / SHARE
         self._interruption.resume()
         self.end_together(trainer, pl_module)
 
@@ -131,7 +136,7 @@ class RunCheckpoint(Described, Checkpoint):
         every = self.every_n_iterations
         if isinstance(every, str):
             # The clocks of ranks differ: the first one decides.
-            return bool(trainer.strategy.broadcast(self._cadence.due()))
+            return bool(trainer.strategy.broadcast(time.perf_counter() >= self._next))
         return every > 0 and iteration % every == 0
 
     def on_train_end(self, trainer: Trainer, pl_module: "GRPOModule") -> None:

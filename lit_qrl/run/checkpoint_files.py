@@ -6,7 +6,6 @@ import pickle
 import re
 import shutil
 import threading
-import time
 import warnings
 import zipfile
 from collections import defaultdict
@@ -181,35 +180,6 @@ def _sentence(target: Path, error: BaseException) -> str:
         error = OSError(errno.ENOSPC if full else errno.EIO, f"{type(error).__name__}: {error}")
     again = "The one before it is whole: go on with --ckpt_path last." if target.exists() else "It was the first one."
     return f"The run was stopped. {not_written(shown(target), error)} {again}"
-
-
-class Cadence:
-    """How often to save so that it costs at most a share of the time.
-
-    Args:
-        share: of the wall time.
-
-    >>> cadence = Cadence(0.02)
-    >>> cadence.due(10.0)
-    True
-    >>> cadence.saved(10.0, 11.0)
-    >>> cadence.due(60.0), cadence.due(61.0)
-    (False, True)
-    """
-
-    def __init__(self, share: float = 0.02) -> None:
-        self.share = share
-        self._cost = 0.0
-        self._last: float | None = None
-
-    def due(self, now: float | None = None) -> bool:
-        """Return whether a save of what the last one cost, in seconds, is within the share."""
-        now = time.perf_counter() if now is None else now
-        return self._last is None or now - self._last >= self._cost / self.share
-
-    def saved(self, began: float, ended: float) -> None:
-        """Note that a save kept the run waiting from `began` to `ended`, in seconds."""
-        self._cost, self._last = ended - began, ended
 
 
 SHAPE = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")

@@ -7,7 +7,7 @@ import torch
 
 from lit_qrl.errors import StoppedError
 from lit_qrl.run import checkpoint_files as saving
-from lit_qrl.run.checkpoint_files import Cadence, CheckpointFiles, staging, when_written
+from lit_qrl.run.checkpoint_files import CheckpointFiles, staging, when_written
 
 
 def checkpoint(value=1.0):
@@ -131,15 +131,3 @@ def test_what_is_known_later_is_put_in_by_the_thread_that_writes(tmp_path):
     files.wait()
     assert torch.load(target, weights_only=True)["ahead"]["drawn"].tolist() == [1.0, 1.0]
     assert where == ["checkpoint"]
-
-
-def test_saves_that_cost_nothing_are_always_due_and_dear_ones_seldom():
-    cadence, saved = Cadence(0.02), []
-    for second in range(1000):
-        if cadence.due(float(second)):
-            saved.append(second)
-            cadence.saved(float(second), second + 2.0)
-    assert saved[:3] == [0, 102, 204]
-    assert 2.0 * len(saved) / 1000 <= 0.021
-    cadence.saved(5.0, 5.0)
-    assert cadence.due(5.0)
