@@ -252,7 +252,7 @@ KNOWN_BEFORE_A_MODEL = {
     ),
     "callbacks of one state": (
         ["--trainer.callbacks+=lightning.pytorch.callbacks.Timer"] * 2,
-        ["cannot tell apart", "Timer", "Remove one"],
+        ["more than one stateful callback of type `Timer`"],
     ),
     "reward function that is not there": (
         ["--data.task.rewards+=tests.test_bad_input.fiew"],

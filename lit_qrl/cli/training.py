@@ -6,7 +6,6 @@ import re
 import shlex
 import signal
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from inspect import isabstract
@@ -72,7 +71,7 @@ from lit_qrl.run.stop import stop_where_short
 from lit_qrl.shipped import SHIPPED
 from lit_qrl.strategies.sharded import check_strategy
 
-REFUSALS = (MisconfigurationException, ValueError, TypeError, ImportError)
+REFUSALS = (MisconfigurationException, ValueError, TypeError, ImportError, RuntimeError)
 """What the Trainer's constructor raises for settings that cannot work."""
 CKPT_PATH = (
     "Checkpoint to go on from, or to evaluate: a .ckpt file, or `last`, that of the newest run of this configuration "
@@ -324,7 +323,7 @@ class QRLCLI(LightningCLI):
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
         if config.get("enable_progress_bar") is False:
             callbacks = [callback for callback in callbacks if not isinstance(callback, ProgressBar)]
-        check_repeated(config.get("callbacks") or [])
+        check_callbacks(config.get("callbacks") or [])
         if self.subcommand == "predict":
             callbacks = [*callbacks, Predictions()]
         try:
@@ -403,8 +402,8 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-def check_repeated(chosen: Callback | Sequence[Callback]) -> None:
-    """Raise `ConfigError` for a callback that stands twice, before the Trainer is built."""
+def check_callbacks(chosen: Callback | Sequence[Callback]) -> None:
+    """Raise `ConfigError` for a callback that every run has, or that may not stand beside another."""
     chosen = [chosen] if isinstance(chosen, Callback) else list(chosen)
     groups = {callback: group for group, callback in FORCED.items()}
     for callback in chosen:
@@ -417,15 +416,6 @@ def check_repeated(chosen: Callback | Sequence[Callback]) -> None:
                     remedy=f"Remove it from trainer.callbacks and set --{group}.… instead.",
                 )
     check_combination(chosen)
-    stateful = [one for one in chosen if type(one).state_dict is not Callback.state_dict]
-    twice = [one for one, count in Counter(one.state_key for one in stateful).items() if count > 1]
-    if twice:
-        raise ConfigError(
-            "trainer.callbacks holds two callbacks whose states a checkpoint cannot tell apart.",
-            expected="each once, or with different arguments",
-            given=twice[0],
-            remedy="Remove one.",
-        )
 
 
 KINDS: dict[str, type] = {

@@ -9,7 +9,7 @@ from lightning.pytorch import Callback
 
 from lit_qrl import callbacks, objective, rollout
 from lit_qrl.cli.main import main
-from lit_qrl.cli.training import FORCED, check_repeated, known_classes, told
+from lit_qrl.cli.training import FORCED, check_callbacks, known_classes, told
 from lit_qrl.errors import ConfigError
 
 RUNS = Path("runs/sums")
@@ -120,7 +120,7 @@ def test_predictions_are_kept_in_the_run_whose_checkpoint_is_taken(lit):
 def test_every_forced_callback_has_a_group_and_cannot_be_added():
     for group, cls in FORCED.items():
         with pytest.raises(ConfigError, match=f"holds {cls.__name__}.*`{group}`"):
-            check_repeated([cls()])
+            check_callbacks([cls()])
 
 
 def test_names_that_resolve_are_those_of_the_kind():
