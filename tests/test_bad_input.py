@@ -207,7 +207,10 @@ KNOWN_BEFORE_A_MODEL = {
         ["--trainer.callbacks", "[AIS, RatioRejection]"],
         ["trainer.callbacks.upper: required, but not given", "init_args"],
     ),
-    "no checkpoints": (["--trainer.enable_checkpointing", "false"], ["enable_checkpointing=False", "trainer.enable_checkpointing"]),
+    "no checkpoints": (
+        ["--trainer.enable_checkpointing", "false"],
+        ["enable_checkpointing=False", "trainer.enable_checkpointing"],
+    ),
     "barebones": (["--trainer.barebones", "true"], ["barebones mode", "or trainer.barebones."]),
     "setting that the optimizer refuses": (
         ["--model.optimizer", "torch.optim.AdamW", "--model.optimizer.weight_decay", -1],
