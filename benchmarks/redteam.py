@@ -1,7 +1,7 @@
 """Attacks and faults, each tried from outside: what a stranger's file, an answer or a bad day does to a command.
 
     python benchmarks/redteam.py                    all rows, some minutes
-    python benchmarks/redteam.py --only disk signal those whose name has one of the words
+    python benchmarks/redteam.py --only SIGTERM exit those whose name has one of the words
 
 Every row runs `lit-qrl` as a user would, on a policy of a million parameters in a temporary folder, or the tests of the
 project that show what no command can. One line for each says `held` or `broken`, and why; the exit status is 1 where
