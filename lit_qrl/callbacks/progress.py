@@ -136,6 +136,16 @@ class RLProgress(Described, ProgressBar):
         else:
             self._phase(phase, done, total, " ".join(filter(None, ("sequences", name, note))))
 
+    def update_scoring(self, reward: str, done: int, total: int) -> None:
+        """Move the bar while a slow reward judges.
+
+        Args:
+            reward: its name.
+            done: samples judged.
+            total: samples.
+        """
+        self._phase("reward", done, total, f"samples judged by {reward}")
+
     def _phase(self, name: str, done: int, total: int | None, note: str = "") -> None:
         if self._live is None:
             return

@@ -17,6 +17,7 @@ from lit_qrl.data.task import Task
 from lit_qrl.errors import ConfigError, StoppedError, require_object
 from lit_qrl.loop.budget import TokenBudget
 from lit_qrl.loop.contracts import Learner, MicroBatches, Problem, Slots
+from lit_qrl.loop.generation import scoring_progress
 from lit_qrl.loop.iteration import iterate
 from lit_qrl.loop.schedule import check_ahead, schedule_of
 from lit_qrl.loop.turns import TakesTurns
@@ -319,6 +320,7 @@ class RolloutDataModule(Described, LightningDataModule):
                 samples_of(problems, completions, task, self.module.policy.decode),
                 self.error_reward,
                 max(len(completions) // max(len(problems), 1), 1),
+                lambda name: scoring_progress(self.trainer, name),
                 **({"begun": begun} if begun else {}),
             )
         except StoppedError as error:  # a service that is away: the run goes on when it is back

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.rewards.base import Reward, Sample, Score, Scores, Scoring, score_all
+from lit_qrl.rewards.base import Reward, RewardProgress, Sample, Score, Scores, Scoring, score_all
 from lit_qrl.run.description import Described
 
 Row = Mapping[str, Any]
@@ -57,10 +57,11 @@ class Task(Described, ABC):
         samples: Sequence[Sample],
         error_reward: Score = 0.0,
         group_size: int = 1,
+        progress: RewardProgress | None = None,
         begun: Mapping[str, Scoring] | None = None,
     ) -> Scores:
         """Return what the rewards say of samples, as `score_all` does; of `streaming` ones some have `begun`."""
-        return score_all(self.rewards, samples, error_reward, group_size, begun or {})
+        return score_all(self.rewards, samples, error_reward, group_size, progress, begun or {})
 
     @property
     def streaming(self) -> Sequence[Reward]:

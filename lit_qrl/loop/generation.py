@@ -145,3 +145,10 @@ def progress_of(trainer: Trainer, stage: str, total: int) -> Progress | None:
     """Return what moves the progress bar during generation, or None where the bar cannot."""
     update: Callable[..., Any] | None = getattr(trainer.progress_bar_callback, "update_generation", None)
     return None if update is None else lambda done, tokens: update(stage, done, total, tokens)
+
+
+def scoring_progress(trainer: Trainer | None, name: str) -> Callable[[int, int], None] | None:
+    """Return what moves the progress bar while a reward judges, called with (done, total), or None where it cannot."""
+    bar = getattr(trainer, "progress_bar_callback", None)
+    update: Callable[..., Any] | None = getattr(bar, "update_scoring", None)
+    return None if update is None else lambda done, total: update(name, done, total)

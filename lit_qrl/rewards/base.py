@@ -60,6 +60,7 @@ class Reward(Described, ABC):
         batched: one call has all samples, and when it raises or is late all of them have failed: nothing is scored
             twice. With False each call has one sample, and a failure costs that one alone.
         time_limit: seconds that a call may take; None where its work is bounded by itself.
+        progress: called with (samples done, samples), by a reward that takes long.
         overlaps: True where a sample's score is its own, whatever else is in the call, and calls may come from another
             thread: samples are then scored while others are still drawn. For rewards that wait, or work in processes
             of their own; what computes in this one takes its time from the engine.
@@ -71,6 +72,7 @@ class Reward(Described, ABC):
     singly: ClassVar[str] = "`batched = False`"
     time_limit: float | None = 600.0
     failures: Mapping[int, str] = {}
+    progress: Callable[[int, int], None] | None = None
     has_scored: bool = False
     failed_calls: int = 0
     overlaps: bool = False
@@ -128,6 +130,10 @@ class Scoring(Protocol):
     def seconds(self) -> float:
         """In which it had something to do, so far."""
         ...
+
+
+RewardProgress = Callable[[str], Callable[[int, int], None] | None]
+"""From a reward's name to what is called with (samples done, samples), or None where nothing shows it."""
 
 
 class Scores(NamedTuple):
@@ -200,6 +206,7 @@ def score_all(
     samples: Sequence[Sample],
     error_reward: Score = 0.0,
     group_size: int = 1,
+    progress: RewardProgress | None = None,
     begun: Mapping[str, Scoring] = {},
 ) -> Scores:
     """Return the weighted sum of all rewards for each sample, and the parts.
@@ -213,6 +220,7 @@ def score_all(
         samples: the completions, prompt-major.
         error_reward: total of a sample with a failed reward, and its part; None leaves it out.
         group_size: completions of each prompt.
+        progress: from a reward's name to what shows how far it is; None where nothing does.
         begun: rewards by name that have begun with these samples already.
 
     Raises:
@@ -230,6 +238,7 @@ def score_all(
     failed: set[int] = set()
     left_out: set[int] = set()
     for reward in rewards:
+        reward.progress = None if progress is None else progress(reward.name)
         work = begun[reward.name].scores if reward.name in begun else reward
         whole = reward.batched or reward.name in begun
         scores, failures = _scored(reward, samples, work) if whole else _scored_singly(reward, samples)

@@ -204,7 +204,7 @@ class Singly(Gathering):
         """Return what a call with all of them returns."""
         self.add({i: sample for i, sample in enumerate(samples) if i not in self._added})
         # so that the scores of those that are done are there before `time_limit`
-        returned = self.end(0.95 * (self.reward.time_limit or float("inf")))
+        returned = self.end(0.95 * (self.reward.time_limit or float("inf")), self.reward.progress)
         self.reward.failures = {i: one.reason for i, one in enumerate(returned) if isinstance(one, Failure)}
         if len(self.reward.failures) == len(samples) > 0:
             raise RuntimeError(f"every call failed, the first with {self.reward.failures[0]}")

@@ -17,6 +17,8 @@ FIRST_PAUSE = 0.5
 """Seconds before a failed call is repeated; twice as many each time after."""
 BEAT = 1.0
 """Seconds between two signs of life of an interpreter that calls may hold."""
+LOOK = 0.1
+"""Seconds between two looks at how many calls are done."""
 
 
 class Clock:
@@ -106,14 +108,23 @@ class Gathering:
         for position, call in calls.items():
             self._results[position] = asyncio.run_coroutine_threadsafe(self._made(position, call), _loop("calls"))
 
-    def end(self, limit: float = float("inf")) -> list[Any]:
+    def end(self, limit: float = float("inf"), progress: Callable[[int, int], None] | None = None) -> list[Any]:
         """Return what the calls have returned, in the order of their positions; a `Failure` where there is none.
 
         Args:
             limit: seconds from now, after which what is not done has failed.
+            progress: called with (calls done, calls).
         """
+        last, told, left = time.monotonic() + limit, -1, set(self._results.values())
         try:
-            wait(self._results.values(), min(limit, threading.TIMEOUT_MAX))
+            while left:
+                seconds = min(last - time.monotonic(), threading.TIMEOUT_MAX if progress is None else LOOK)
+                left = wait(left, max(seconds, 0.0)).not_done
+                if progress is not None and len(self._results) - len(left) != told:
+                    told = len(self._results) - len(left)
+                    progress(told, len(self._results))
+                if time.monotonic() >= last:
+                    break
         finally:
             begun = set(self._begun)
             self.drop()

@@ -218,3 +218,10 @@ def test_substitutes_for_what_is_not_logged():
 def test_bad_options(options):
     with pytest.raises(ValueError, match="positive"):
         RLProgress(**options)
+
+
+def test_a_slow_reward_moves_the_bar(monkeypatch):
+    bar, notes = RLProgress(), []
+    monkeypatch.setattr(bar, "_phase", lambda *given: notes.append(given))
+    bar.update_scoring("judge", 3, 8)
+    assert notes == [("reward", 3, 8, "samples judged by judge")]

@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 
 from lit_qrl.loop.contracts import Problem
-from lit_qrl.loop.generation import draw, drawn, progress_of
+from lit_qrl.loop.generation import draw, drawn, progress_of, scoring_progress
 from lit_qrl.loop.hooks import RLCallback
 from lit_qrl.rollout.engine import EngineDiedError
 
@@ -62,12 +62,17 @@ def test_a_revived_engine_is_asked_for_the_same_once_more():
 
 def test_the_bar_moves_where_it_can():
     moved = []
-    bar = SimpleNamespace(update_generation=lambda *given: moved.append(given))
+    bar = SimpleNamespace(
+        update_generation=lambda *given: moved.append(given), update_scoring=lambda *given: moved.append(given)
+    )
     trainer = SimpleNamespace(progress_bar_callback=bar)
     progress_of(trainer, "rollout", 8)(3, 20)
-    assert moved == [("rollout", 3, 8, 20)]
+    scoring_progress(trainer, "judge")(3, 8)
+    assert moved == [("rollout", 3, 8, 20), ("judge", 3, 8)]
     for other in (object(), None):
         assert progress_of(SimpleNamespace(progress_bar_callback=other), "rollout", 8) is None
+        assert scoring_progress(SimpleNamespace(progress_bar_callback=other), "judge") is None
+    assert scoring_progress(None, "judge") is None
 
 
 class Handing(Mortal):

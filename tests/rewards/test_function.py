@@ -105,12 +105,15 @@ def test_a_service_that_fails_on_a_sample_costs_that_one_after_retries(monkeypat
             raise ConnectionError("busy")
         return 1.0
 
+    shown = []
     reward = FunctionReward(judge, name="judge", concurrency=2, retries=2)
-    scores = score_all([reward], SAMPLES, error_reward=None)
+    scores = score_all([reward], SAMPLES, error_reward=None, progress=lambda name: lambda *done: shown.append(done))
     assert scores.total == [1.0, None, 1.0, 1.0]
     assert scores.errors == 1
     assert reward.failures == {1: "ConnectionError: busy"}
     assert (tries.count("2"), tries.count("3")) == (3, 3)
+    assert shown[-1] == (4, 4)
+    assert shown == sorted(set(shown))
 
 
 def test_a_coroutine_that_hangs_is_cancelled():

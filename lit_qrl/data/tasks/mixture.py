@@ -8,7 +8,7 @@ from typing import Any
 from lit_qrl.data.environment import MultiTurnTask
 from lit_qrl.data.task import ListedTask, Message, Row, Task
 from lit_qrl.errors import ConfigError
-from lit_qrl.rewards.base import Reward, Sample, Score, Scores
+from lit_qrl.rewards.base import Reward, RewardProgress, Sample, Score, Scores
 
 log = logging.getLogger(__name__)
 
@@ -108,11 +108,14 @@ class Mixture(ListedTask):
         samples: Sequence[Sample],
         error_reward: Score = 0.0,
         group_size: int = 1,
+        progress: RewardProgress | None = None,
     ) -> Scores:
         total: list[Score] = [0.0] * len(samples)
         parts: dict[str, list[Score]] = {reward.name: [None] * len(samples) for reward in self.rewards}
         errors = 0
-        for positions, scores in self._by_task(samples, lambda task, own: task.score(own, error_reward, group_size)):
+        for positions, scores in self._by_task(
+            samples, lambda task, own: task.score(own, error_reward, group_size, progress)
+        ):
             errors += scores.errors
             for i, position in enumerate(positions):
                 total[position] = scores.total[i]
