@@ -51,7 +51,7 @@ def test_what_they_are_asked_for_are_the_plain_numbers(options, chunk_elements, 
     monkeypatch.setitem(sys.modules, "lit_qrl.functional._logprobs_triton", kernels)
     monkeypatch.setattr("lit_qrl.functional._logprobs_triton", kernels, raising=False)
     monkeypatch.setattr(logprobs, "_kernel_takes", lambda hidden: True)
-    monkeypatch.setattr(logprobs, "total_memory", lambda index: 2**37)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=2**37))
     got = trained(*inputs, chunk_elements=chunk_elements, **options)
     chunks = {1: 7, 40: 3, None: 1}[chunk_elements]  # of 1, 40 // 11 = 3 and all 7 rows
     assert calls == ["reduced"] * chunks + ["gradient"] * chunks
@@ -65,7 +65,7 @@ def played(monkeypatch, calls):
     monkeypatch.setitem(sys.modules, "lit_qrl.functional._logprobs_triton", kernels)
     monkeypatch.setattr("lit_qrl.functional._logprobs_triton", kernels, raising=False)
     monkeypatch.setattr(logprobs, "_kernel_takes", lambda hidden: True)
-    monkeypatch.setattr(logprobs, "total_memory", lambda index: 2**37)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=2**37))
     product = torch.nn.functional.linear
     monkeypatch.setattr(torch.nn.functional, "linear", lambda *a: calls.append(len(a[0])) or product(*a))
 
@@ -115,7 +115,7 @@ def test_a_second_backward_pass_makes_them_again_and_none_stay_without_one(monke
 
 def test_what_they_cannot_do_takes_the_plain_operations(monkeypatch):
     monkeypatch.setattr(logprobs, "_kernel_takes", lambda hidden: True)
-    monkeypatch.setattr(logprobs, "total_memory", lambda index: 2**37)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=2**37))
     monkeypatch.setitem(sys.modules, "lit_qrl.functional._logprobs_triton", None)  # its import fails
     hidden, weight, tokens = problem(4, 5, 11, torch.bfloat16)
     bias = torch.zeros(11, dtype=torch.bfloat16)
