@@ -4,6 +4,9 @@ import os
 import subprocess
 import sys
 
+import pytest
+import torch
+
 SCRIPT = """
 import importlib, sys, torch
 from tests import triton_interpreter
@@ -17,7 +20,6 @@ print("same")
 def mend_conversions():
     """Round as a device does: the interpreter cuts bf16 off, drops a carry of E4M3, and mistakes subnormals."""
     import numpy
-    import torch
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -46,3 +48,18 @@ def run_interpreted(compare, script=SCRIPT):
     command = [sys.executable, "-c", script, compare.__module__, compare.__name__]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.stdout.endswith("same\n"), done.stderr
+
+
+def run_compiled(compare):
+    """Call it with this host's GPU."""
+    compare(torch.device("cuda"))
+
+
+EVERYWHERE = pytest.mark.parametrize(
+    "run",
+    [
+        pytest.param(run_interpreted, id="interpreted", marks=pytest.mark.vllm),  # which brings Triton
+        pytest.param(run_compiled, id="compiled", marks=pytest.mark.gpu),
+    ],
+)
+"""Gives a test both, as `run`: each takes a comparison."""

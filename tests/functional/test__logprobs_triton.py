@@ -8,7 +8,7 @@ import torch
 
 from lit_qrl.functional import logprobs
 from lit_qrl.functional.logprobs import token_logprobs
-from tests.triton_interpreter import run_interpreted
+from tests.triton_interpreter import EVERYWHERE
 
 
 def reduced(logits, tokens, factor, entropy):
@@ -154,14 +154,9 @@ def compare_kernels(device):
                 torch.testing.assert_close(logits, expected, atol=1e-6, rtol=2**-7)
 
 
-@pytest.mark.vllm
-def test_the_interpreted_kernels_give_the_plain_numbers():
-    run_interpreted(compare_kernels)
-
-
-@pytest.mark.gpu
-def test_the_kernels_give_the_plain_numbers():
-    compare_kernels(torch.device("cuda"))
+@EVERYWHERE
+def test_kernels(run):
+    run(compare_kernels)
 
 
 @pytest.mark.gpu

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lit_qrl.receipts.checksum import Checksums, as_matrices, as_matrix
-from tests.triton_interpreter import run_interpreted
+from tests.triton_interpreter import EVERYWHERE
 
 # Shapes whose matrix of words is wide, narrow, and a single row.
 SHAPES = ((64, 1032), (64, 72), (1, 8))
@@ -52,16 +52,10 @@ def compare_stacks(device):
         assert torch.equal(columns[index], as_matrix(one).sum(0))
 
 
-@pytest.mark.vllm  # which brings Triton
+@EVERYWHERE
 @pytest.mark.parametrize("compare", [compare_sums, compare_stacks])
-def test_kernel_in_the_interpreter(compare):
-    run_interpreted(compare)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("compare", [compare_sums, compare_stacks])
-def test_kernel_on_the_device(compare):
-    compare(torch.device("cuda"))
+def test_kernels(run, compare):
+    run(compare)
 
 
 @pytest.mark.gpu

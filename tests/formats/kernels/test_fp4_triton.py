@@ -6,7 +6,7 @@ import torch
 from lit_qrl import formats
 from lit_qrl.formats.numerics import E4M3, fp4_values, pack_nibbles, to_fp4_codes
 from tests.formats.oracle import bits
-from tests.triton_interpreter import run_interpreted
+from tests.triton_interpreter import EVERYWHERE
 
 TIES = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -0.25, -0.75, -1.25, -2.5, -5.0, 0.0, -0.0, 6.0, -6.0]
 ZERO_SCALE = 0.125
@@ -73,16 +73,10 @@ def compare_stacks(device):
         assert torch.equal(bits(scales[index].cpu()), bits(expected[1]))
 
 
-@pytest.mark.vllm  # which brings Triton
+@EVERYWHERE
 @pytest.mark.parametrize("compare", [compare_codes, compare_stacks])
-def test_kernel_in_the_interpreter(compare):
-    run_interpreted(compare)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("compare", [compare_codes, compare_stacks])
-def test_kernel_on_the_device(compare):
-    compare(torch.device("cuda"))
+def test_kernels(run, compare):
+    run(compare)
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ from lit_qrl.formats import fp8_block, fp8_row
 from lit_qrl.formats.kernels import activations, dispatch
 from lit_qrl.formats.numerics import E4M3_MAX
 from tests.formats.oracle import bits, weights
-from tests.triton_interpreter import run_interpreted
+from tests.triton_interpreter import EVERYWHERE, run_compiled
 
 
 def compare_tokens(device):
@@ -87,16 +87,12 @@ def compare_rows_with_torch_on_cuda(device):
             assert torch.equal(bits(made[0]), bits(plain.codes)), (case, dtype)
 
 
-COMPARISONS = [compare_tokens, compare_whole, compare_blocks, compare_rows]
-
-
-@pytest.mark.vllm  # which brings Triton
-@pytest.mark.parametrize("compare", COMPARISONS)
-def test_kernels_in_the_interpreter(compare):
-    run_interpreted(compare)
+@EVERYWHERE
+@pytest.mark.parametrize("compare", [compare_tokens, compare_whole, compare_blocks, compare_rows])
+def test_kernels(run, compare):
+    run(compare)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("compare", [*COMPARISONS, compare_rows_with_torch_on_cuda])
-def test_kernels_on_the_device(compare):
-    compare(torch.device("cuda"))
+def test_rows_are_those_of_torch_on_cuda():
+    run_compiled(compare_rows_with_torch_on_cuda)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.triton_interpreter import run_interpreted
+from tests.triton_interpreter import EVERYWHERE
 
 
 def close(made, exact, digits=8):
@@ -81,11 +81,6 @@ def test_programs_have_a_power_of_two_of_columns_rows_and_warps(k, part, monkeyp
             assert size & (size - 1) == 0
 
 
-@pytest.mark.vllm  # which brings Triton
-def test_kernels_in_the_interpreter():
-    run_interpreted(compare_norm)
-
-
-@pytest.mark.gpu
-def test_kernels_on_the_device():
-    compare_norm(torch.device("cuda"))
+@EVERYWHERE
+def test_kernels(run):
+    run(compare_norm)

@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb, rotate_half
 
-from tests.triton_interpreter import run_interpreted
+from tests.triton_interpreter import EVERYWHERE
 
 
 def compare_rotation(device):
@@ -52,13 +52,7 @@ def compare_turns_in_place(device):
 COMPARISONS = [compare_rotation, compare_turns_in_place]
 
 
-@pytest.mark.vllm  # which brings Triton
+@EVERYWHERE
 @pytest.mark.parametrize("compare", COMPARISONS)
-def test_the_interpreted_kernel_rounds_as_the_plain_operations_do(compare):
-    run_interpreted(compare)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("compare", COMPARISONS)
-def test_the_kernel_computes_in_fp32_and_rounds_once(compare):
-    compare(torch.device("cuda"))
+def test_kernels(run, compare):
+    run(compare)

@@ -1,9 +1,8 @@
 """Sums of gathered rows in one kernel, against sums in double: interpreted, or compiled on a GPU."""
 
-import pytest
 import torch
 
-from tests.triton_interpreter import run_interpreted
+from tests.triton_interpreter import EVERYWHERE
 
 
 def compare(device):
@@ -23,11 +22,6 @@ def compare(device):
             assert torch.equal(made[1], x[1])
 
 
-@pytest.mark.vllm  # which brings Triton
-def test_kernel_in_the_interpreter():
-    run_interpreted(compare)
-
-
-@pytest.mark.gpu
-def test_kernel_on_the_device():
-    compare(torch.device("cuda"))
+@EVERYWHERE
+def test_kernels(run):
+    run(compare)

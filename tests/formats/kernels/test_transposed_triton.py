@@ -1,9 +1,8 @@
 """Codes that a kernel transposes, byte by byte against torch's own copy: interpreted, or on a GPU."""
 
-import pytest
 import torch
 
-from tests.triton_interpreter import run_interpreted
+from tests.triton_interpreter import EVERYWHERE
 
 
 def compare(device):
@@ -19,11 +18,6 @@ def compare(device):
             assert torch.equal(turned.view(torch.uint8), codes.t())
 
 
-@pytest.mark.vllm  # which brings Triton
-def test_kernel_in_the_interpreter():
-    run_interpreted(compare)
-
-
-@pytest.mark.gpu
-def test_kernel_on_the_device():
-    compare(torch.device("cuda"))
+@EVERYWHERE
+def test_kernels(run):
+    run(compare)

@@ -1,10 +1,9 @@
 """Queries and keys that are turned while they are laid out, against turning and gathering one after the other."""
 
-import pytest
 import torch
 from transformers.models.llama.modeling_llama import rotate_half
 
-from tests.triton_interpreter import run_interpreted
+from tests.triton_interpreter import EVERYWHERE
 
 
 def plain_turn(x, cos, sin):
@@ -54,11 +53,6 @@ def compare_turns(device):
                 torch.testing.assert_close(found.double(), leaf.grad, atol=2**-5, rtol=2**-5)
 
 
-@pytest.mark.vllm  # which brings Triton
-def test_kernels_in_the_interpreter():
-    run_interpreted(compare_turns)
-
-
-@pytest.mark.gpu
-def test_kernels_on_the_device():
-    compare_turns(torch.device("cuda"))
+@EVERYWHERE
+def test_kernels(run):
+    run(compare_turns)

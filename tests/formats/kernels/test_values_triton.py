@@ -6,7 +6,7 @@ import torch
 from lit_qrl import formats
 from lit_qrl.formats import Int4Group
 from tests.formats.oracle import bits, weights
-from tests.triton_interpreter import run_interpreted
+from tests.triton_interpreter import EVERYWHERE
 
 
 def compare_int4(device):
@@ -85,13 +85,7 @@ def compare_scaled_inputs(device):
 COMPARISONS = [compare_int4, compare_values, compare_stacks, compare_scaled, compare_scaled_inputs]
 
 
-@pytest.mark.vllm  # which brings Triton
+@EVERYWHERE
 @pytest.mark.parametrize("compare", COMPARISONS)
-def test_kernels_in_the_interpreter(compare):
-    run_interpreted(compare)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("compare", COMPARISONS)
-def test_kernels_on_the_device(compare):
-    compare(torch.device("cuda"))
+def test_kernels(run, compare):
+    run(compare)

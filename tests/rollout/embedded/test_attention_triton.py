@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from tests.triton_interpreter import run_interpreted
+from tests.triton_interpreter import EVERYWHERE
 
 
 def compare_attention(device):
@@ -49,13 +49,7 @@ def compare_writing(device):
 COMPARISONS = [compare_attention, compare_writing]
 
 
-@pytest.mark.vllm  # which brings Triton
+@EVERYWHERE
 @pytest.mark.parametrize("compare", COMPARISONS)
-def test_kernels_in_the_interpreter(compare):
-    run_interpreted(compare)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("compare", COMPARISONS)
-def test_kernels_on_the_device(compare):
-    compare(torch.device("cuda"))
+def test_kernels(run, compare):
+    run(compare)

@@ -3,7 +3,7 @@ import torch
 
 from lit_qrl.rollout.embedded.sampling import TokenSampler
 from lit_qrl.types import SamplingParams
-from tests.triton_interpreter import run_interpreted
+from tests.triton_interpreter import EVERYWHERE
 
 
 def compare_draws(device):
@@ -35,14 +35,9 @@ def compare_draws(device):
     assert tokens[0] == words - 1
 
 
-@pytest.mark.vllm  # which brings Triton
-def test_tokens_are_where_the_distribution_is_inverted():
-    run_interpreted(compare_draws)
-
-
-@pytest.mark.gpu
-def test_so_they_are_on_a_gpu():
-    compare_draws(torch.device("cuda"))
+@EVERYWHERE
+def test_kernels(run):
+    run(compare_draws)
 
 
 @pytest.mark.gpu

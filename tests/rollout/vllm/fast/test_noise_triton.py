@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from tests.triton_interpreter import run_interpreted
+from tests.triton_interpreter import EVERYWHERE
 
 
 def made(device, seeds, draws, words=3000):
@@ -45,13 +45,7 @@ def compare_smallest(device):
         assert abs((noise < bound).sum() - expected) < 4 * math.sqrt(expected) + 1
 
 
-@pytest.mark.vllm  # which brings Triton
+@EVERYWHERE
 @pytest.mark.parametrize("compare", [compare_noise, compare_smallest])
-def test_the_kernel_in_the_interpreter(compare):
-    run_interpreted(compare)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("compare", [compare_noise, compare_smallest])
-def test_the_kernel_on_the_device(compare):
-    compare(torch.device("cuda"))
+def test_kernels(run, compare):
+    run(compare)

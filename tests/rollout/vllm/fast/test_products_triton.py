@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.triton_interpreter import run_interpreted
+from tests.triton_interpreter import EVERYWHERE
 
 
 def operands(m, n, k, device):
@@ -42,14 +42,9 @@ def compare_cuts(device):
     assert not products_triton._ended(a.device).any()  # what counts parts is as the next product wants it
 
 
-@pytest.mark.vllm  # which brings Triton
-def test_the_kernel_in_the_interpreter():
-    run_interpreted(compare_cuts)
-
-
-@pytest.mark.gpu
-def test_the_kernel_on_the_device():
-    compare_cuts(torch.device("cuda"))
+@EVERYWHERE
+def test_kernels(run):
+    run(compare_cuts)
 
 
 @pytest.mark.vllm
