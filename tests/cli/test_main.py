@@ -50,8 +50,16 @@ def test_a_paragraph_is_wrapped_but_no_word_is_cut(capsys):
     assert all(len(line) <= 110 for line in lines if line != path)
 
 
-def test_help_needs_no_library_that_loads_for_seconds():
-    code = "import sys; from lit_qrl.cli.main import main; main(['--help']); sys.exit('torch' in sys.modules)"
+@pytest.mark.parametrize(
+    ("words", "libraries"),
+    [("--help", "torch"), ("quantize --help", "torch lightning"), ("--versions", "vllm transformers lightning")],
+)
+def test_what_a_command_does_not_need_is_not_imported(words, libraries):
+    code = (
+        "import atexit, os, sys; from lit_qrl.cli.main import main\n"
+        f"atexit.register(lambda: os._exit(any(name in sys.modules for name in {libraries.split()})))\n"
+        f"main({words.split()})"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
 
 

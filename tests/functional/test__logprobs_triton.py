@@ -38,36 +38,33 @@ def trained(hidden, weight, tokens, **options):
     return values.detach(), entropies, *(leaf.grad for leaf in leaves)
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"temperature": 1.3, "scale": 0.25}])
-@pytest.mark.parametrize("chunk_elements", [1, 40, None])
-def test_what_they_are_asked_for_are_the_plain_numbers(options, chunk_elements, monkeypatch):
-    inputs = problem(7, 5, 11, torch.bfloat16)
-    expected = trained(*inputs, **options)
-    calls = []
-    kernels = SimpleNamespace(
-        reduced=lambda *a: calls.append("reduced") or reduced(*a),
-        to_gradient=lambda *a: calls.append("gradient") or to_gradient(*a),
-    )
-    monkeypatch.setitem(sys.modules, "lit_qrl.functional._logprobs_triton", kernels)
-    monkeypatch.setattr("lit_qrl.functional._logprobs_triton", kernels, raising=False)
-    monkeypatch.setattr(logprobs, "_kernel_takes", lambda hidden: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=2**37))
-    got = trained(*inputs, chunk_elements=chunk_elements, **options)
-    chunks = {1: 7, 40: 3, None: 1}[chunk_elements]  # of 1, 40 // 11 = 3 and all 7 rows
-    assert calls == ["reduced"] * chunks + ["gradient"] * chunks
-    for one, other, tolerance in zip(got, expected, (1e-5, 1e-5, 1e-2, 1e-2), strict=True):
-        torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
-
-
 def played(monkeypatch, calls):
-    """Let plain operations take the place of the kernels, and count the products with the head."""
-    kernels = SimpleNamespace(reduced=reduced, to_gradient=to_gradient)
+    """Let plain operations take the place of the kernels, count products with the head; return what is asked."""
+    asked = []
+    kernels = SimpleNamespace(
+        reduced=lambda *a: asked.append("reduced") or reduced(*a),
+        to_gradient=lambda *a: asked.append("gradient") or to_gradient(*a),
+    )
     monkeypatch.setitem(sys.modules, "lit_qrl.functional._logprobs_triton", kernels)
     monkeypatch.setattr("lit_qrl.functional._logprobs_triton", kernels, raising=False)
     monkeypatch.setattr(logprobs, "_kernel_takes", lambda hidden: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=2**37))
     product = torch.nn.functional.linear
     monkeypatch.setattr(torch.nn.functional, "linear", lambda *a: calls.append(len(a[0])) or product(*a))
+    return asked
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"temperature": 1.3, "scale": 0.25}])
+@pytest.mark.parametrize("chunk_elements", [1, 40, None])
+def test_what_they_are_asked_for_are_the_plain_numbers(options, chunk_elements, monkeypatch):
+    inputs = problem(7, 5, 11, torch.bfloat16)
+    expected = trained(*inputs, **options)
+    asked = played(monkeypatch, [])
+    got = trained(*inputs, chunk_elements=chunk_elements, **options)
+    chunks = {1: 7, 40: 3, None: 1}[chunk_elements]  # of 1, 40 // 11 = 3 and all 7 rows
+    assert asked == ["reduced"] * chunks + ["gradient"] * chunks
+    for one, other, tolerance in zip(got, expected, (1e-5, 1e-5, 1e-2, 1e-2), strict=True):
+        torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize(("held", "products"), [(0, 6), (131, 6), (132, 5), (197, 5), (198, 3)])

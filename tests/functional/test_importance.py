@@ -205,11 +205,10 @@ def test_half_types_are_raised():
     "call",
     [
         lambda d, m: F.truncated_weights(d, m, 0.5),
-        lambda d, m: F.truncated_weights(d, m, math.nan),
         lambda d, m: F.masked_weights(d, m, 3.0, 2.0),
         lambda d, m: F.masked_weights(d, m, -1.0, 2.0, level="sequence"),
         lambda d, m: ratio_keep(d, m, 1.001, 1.01),
-        lambda d, m: token_veto(d, m, -9.2),
+        lambda d, m: ratio_keep(d, m, 0.5, 2.0, "k3"),
         lambda d, m: token_veto(d, m, 1.0),
         lambda d, m: opsm_keep(d, m, torch.zeros(1), 0.0),
     ],

@@ -185,15 +185,17 @@ def test_bf16_weight_gradient_over_many_chunks_stays_accurate():
 
 
 class LargestTensor(TorchDispatchMode):
-    """Records the element count of the largest floating tensor that any operation returned."""
+    """Records the element count of the largest tensor of these dtypes that any operation returned."""
 
-    largest = 0
+    def __init__(self, *dtypes):
+        super().__init__()
+        self.dtypes, self.largest = dtypes, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for tensor in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
-                self.largest = max(self.largest, tensor.numel())
+            if isinstance(tensor, torch.Tensor) and tensor.dtype in self.dtypes:
+                self.largest = max(self.largest, tensor.untyped_storage().nbytes() // tensor.itemsize)
         return out
 
 
@@ -202,11 +204,11 @@ def test_no_tensor_of_all_logits_in_either_pass():
     hidden, weight, _, tokens = problem(n, h, v, torch.float32)
     hidden.requires_grad_()
     weight.requires_grad_()
-    with LargestTensor() as watch:
+    with LargestTensor(torch.float32) as watch:
         logprobs, _ = token_logprobs(hidden, weight, tokens, entropy=True, chunk_elements=chunk)
         logprobs.sum().backward()
     assert watch.largest <= chunk
-    with LargestTensor() as control:
+    with LargestTensor(torch.float32) as control:
         softmax_logprobs(hidden @ weight.T, tokens)
     assert control.largest == n * v
 
@@ -320,20 +322,10 @@ def test_autocast_leaves_a_head_in_fp32_alone():
 
 def test_no_copy_of_the_whole_head_is_made_in_fp32():
     hidden, weight, tokens = head_in_bf16(4)
-    largest = 0
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            nonlocal largest
-            out = function(*args, **(kwargs or {}))
-            if isinstance(out, torch.Tensor) and out.dtype == torch.float32:
-                largest = max(largest, out.untyped_storage().nbytes() // 4)
-            return out
-
     hidden.requires_grad_()
-    with Watch():  # a frozen head, as under an adapter
+    with LargestTensor(torch.float32) as watch:  # a frozen head, as under an adapter
         token_logprobs(hidden, weight, tokens, head_dtype=torch.float32, chunk_elements=20_000)[0].sum().backward()
-    assert largest <= 20_000
+    assert watch.largest <= 20_000
     assert weight.numel() > 9 * 20_000
 
 
