@@ -1,4 +1,3 @@
-import csv
 import os
 from dataclasses import replace
 from unittest import mock
@@ -21,6 +20,7 @@ from lit_qrl.policy import CausalPolicy
 from lit_qrl.precision import QATAligned
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.types import Correction, no_all_reduce
+from tests.tables import csv_rows
 from tests.tiny_run import DigitTask, build, fit, parameters_of
 
 
@@ -74,8 +74,7 @@ def first_gradient(folder, **options):
 
 
 def rows_of(folder):
-    with (folder / "run" / "metrics.csv").open() as file:
-        return list(csv.DictReader(file))
+    return csv_rows(folder / "run" / "metrics.csv")
 
 
 @pytest.mark.parametrize("cut", [{"micro_batches": 2}, {"micro_batches": "auto", "max_tokens_per_micro_batch": 40}])

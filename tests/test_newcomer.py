@@ -1,6 +1,5 @@
 """What a newcomer does with nothing but the pages: their files, their commands, the policy that ships."""
 
-import csv
 import json
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from transformers import AutoTokenizer
 
 from lit_qrl.cli.main import main
 from lit_qrl.run.event_log import read_jsonl
+from tests.tables import csv_rows
 from tests.test_snippets import ROOT, here, snippets, words, write_modules
 
 __all__ = ["here"]
@@ -41,8 +41,7 @@ def fit(*more):
     """Train for one iteration without evaluations; return its metrics and its samples."""
     small = ["--trainer.max_epochs", "1", "--trainer.limit_val_batches", "0", "--data.prompts_per_iteration", "4"]
     main(["fit", *more, *small, "--trainer.default_root_dir", "run"])
-    with open("run/metrics.csv") as file:
-        rows = list(csv.DictReader(file))
+    rows = csv_rows("run/metrics.csv")
     return {key: value for row in rows for key, value in row.items() if value}, list(read_jsonl("run/samples.jsonl"))
 
 
@@ -149,8 +148,7 @@ def test_an_environment(newcomer):
 
 def accuracies():
     """Return the held-out accuracy before the first iteration, and the best of the last two evaluations."""
-    with open("run/metrics.csv") as file:
-        found = [float(row["val/accuracy"]) for row in csv.DictReader(file) if row.get("val/accuracy")]
+    found = [float(row["val/accuracy"]) for row in csv_rows("run/metrics.csv") if row.get("val/accuracy")]
     return found[0], max(found[-2:])
 
 

@@ -1,4 +1,3 @@
-import csv
 from copy import deepcopy
 from types import SimpleNamespace
 
@@ -10,6 +9,7 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.loop.state import IterationState
 from lit_qrl.types import no_all_reduce
 from tests.families import configs as families
+from tests.tables import csv_rows
 from tests.tiny_run import build, fit
 
 
@@ -52,8 +52,7 @@ def test_the_draw_depends_on_the_seed_and_the_iteration_alone(tmp_path):
 
 def test_the_noise_is_counted_in_the_samplers_log_probs(tmp_path):
     run(tmp_path, start=0.5, end=0.5)
-    with (tmp_path / "run" / "metrics.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    rows = csv_rows(tmp_path / "run" / "metrics.csv")
     mismatch = [float(row["mismatch/abs_log_ratio"]) for row in rows]
     assert min(mismatch[2:]) > 3 * max(mismatch[:2])
     # Two layers, two norms before projections each.
@@ -90,8 +89,7 @@ def test_realized_noise_and_the_entropy_of_the_noisy_sampler(tmp_path):
     reference = Entropies()
     noise = AQNNoise(start=0.5, end=0.5, num_stages=2, entropy_sequences=3)
     fit(tmp_path, callbacks=[noise, reference], trainer={"max_epochs": 2})
-    with (tmp_path / "run" / "metrics.csv").open() as file:
-        silent, noisy = csv.DictReader(file)
+    silent, noisy = csv_rows(tmp_path / "run" / "metrics.csv")
     assert float(silent["noise/sampler_entropy"]) == float(silent["noise/learner_entropy"])
     assert float(noisy["noise/sampler_entropy"]) == pytest.approx(reference.entropy[1], abs=2e-5)
     assert float(noisy["noise/learner_entropy"]) != pytest.approx(reference.entropy[1], abs=1e-4)
@@ -136,7 +134,7 @@ def test_a_run_without_a_length_has_no_stages(tmp_path):
 
 def test_a_run_of_fewer_iterations_than_stages_has_a_stage_for_each(tmp_path):
     fit(tmp_path, callbacks=[AQNNoise(start=1e-2, end=1e-4)], trainer={"max_epochs": 4})
-    rows = csv.DictReader((tmp_path / "run" / "metrics.csv").open())
+    rows = csv_rows(tmp_path / "run" / "metrics.csv")
     sigmas = [float(row["noise/sigma"]) for row in rows if row["noise/sigma"]]
     assert sigmas == pytest.approx([0.0, 1e-2, 1e-3, 1e-4])
 

@@ -29,16 +29,14 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path, callbacks):
     fit(tmp_path / "cut", callbacks=fresh(), trainer={"max_epochs": 4, "limit_train_batches": 1.0, "max_steps": 2})
     saved = last_checkpoint(tmp_path / "cut" / "run")
     assert saved is not None
-    trainer, resumed, data = build(tmp_path / "cut", callbacks=fresh(), trainer={"max_epochs": 4})
-    trainer.fit(resumed, datamodule=data, ckpt_path=saved, weights_only=True)
+    trainer, resumed, _ = fit(tmp_path / "cut", callbacks=fresh(), ckpt_path=saved, trainer={"max_epochs": 4})
     assert trainer.current_epoch == 4
     assert torch.equal(parameters_of(resumed), parameters_of(whole))
 
 
 def test_nothing_is_left_beside_the_checkpoint_and_copies_are_numbered(tmp_path):
     trainer, module, data = build(tmp_path, trainer={"max_epochs": 2})
-    checkpoint = next(c for c in trainer.callbacks if type(c).__name__ == "RunCheckpoint")
-    checkpoint.keep_every = 2
+    trainer.checkpoint_callback.keep_every = 2
     trainer.fit(module, datamodule=data)
     names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert names == ["iteration-2.ckpt", "last.ckpt"]
@@ -75,8 +73,7 @@ def test_an_adapter_s_run_saves_no_base_and_resumes_with_the_same_bits(tmp_path)
     held = torch.load(saved, weights_only=True)
     assert all("lora_" in name for name in held["state_dict"] if name.startswith("policy."))
     assert any(name.endswith("base_layer.weight") for name in held["policy"]["frozen"]["names"])
-    trainer, resumed, data = build(tmp_path / "cut", policy=lora(), trainer={"max_epochs": 3})
-    trainer.fit(resumed, datamodule=data, ckpt_path=saved, weights_only=True)
+    _, resumed, _ = fit(tmp_path / "cut", policy=lora(), ckpt_path=saved, trainer={"max_epochs": 3})
     assert torch.equal(parameters_of(resumed), parameters_of(whole))
     model_folder(tmp_path / "other" / "model", seed=5)
     trainer, other, data = build(tmp_path / "other", policy=lora(), trainer={"max_epochs": 3})
@@ -112,8 +109,7 @@ def test_a_signal_ends_the_run_after_its_updates_with_a_checkpoint_to_go_on_from
     saved = last_checkpoint(tmp_path / "cut" / "run")
     assert torch.load(saved, weights_only=True)["global_step"] == 4  # both updates of the second iteration
     assert not list((tmp_path / "cut" / "run").glob("hpc*"))
-    trainer, resumed, data = build(tmp_path / "cut", **options)
-    trainer.fit(resumed, datamodule=data, ckpt_path=saved, weights_only=True)
+    _, resumed, _ = fit(tmp_path / "cut", ckpt_path=saved, **options)
     assert torch.equal(parameters_of(resumed), parameters_of(whole))
 
 
@@ -134,13 +130,12 @@ def test_a_run_that_stops_before_an_update_keeps_the_iterations_before(tmp_path,
     options = {"data": {"mini_batches": 2}, "trainer": {"max_epochs": 4}}
     _, whole, _ = fit(tmp_path / "whole", **options)
     trainer, module, data = build(tmp_path / "cut", callbacks=[Signalled()], **options)
-    next(c for c in trainer.callbacks if type(c).__name__ == "RunCheckpoint").every_n_iterations = 0
+    trainer.checkpoint_callback.every_n_iterations = 0
     with pytest.raises(SystemExit):
         trainer.fit(module, datamodule=data)
     saved = last_checkpoint(tmp_path / "cut" / "run")
     assert torch.load(saved, weights_only=True)["global_step"] == 4  # both updates of two iterations
-    trainer, resumed, data = build(tmp_path / "cut", **options)
-    trainer.fit(resumed, datamodule=data, ckpt_path=saved, weights_only=True)
+    trainer, resumed, _ = fit(tmp_path / "cut", ckpt_path=saved, **options)
     assert trainer.current_epoch == 4
     assert torch.equal(parameters_of(resumed), parameters_of(whole))
 
@@ -150,8 +145,7 @@ def test_how_often_it_saves(tmp_path, monkeypatch, every, saves):
     targets, save = [], CheckpointFiles.save
     monkeypatch.setattr(CheckpointFiles, "save", lambda self, *given: targets.append(given[1]) or save(self, *given))
     trainer, module, data = build(tmp_path, trainer={"max_epochs": 3})
-    checkpoint = next(c for c in trainer.callbacks if type(c).__name__ == "RunCheckpoint")
-    checkpoint.every_n_iterations = every
+    trainer.checkpoint_callback.every_n_iterations = every
     trainer.fit(module, datamodule=data)
     assert 1 <= len(targets) <= 3 if saves is None else len(targets) == saves
     assert torch.load(last_checkpoint(tmp_path / "run"), weights_only=True)["global_step"] == 3
@@ -162,7 +156,7 @@ def test_the_last_file_is_written_while_the_report_is_made(tmp_path, monkeypatch
     monkeypatch.setattr("lit_qrl.callbacks.report.render", lambda folder: made.set())
     monkeypatch.setattr(saving.torch, "save", lambda *given: seen.append(made.wait(60)) or save(*given))
     trainer, module, data = build(tmp_path, trainer={"max_epochs": 2}, report=True)
-    next(c for c in trainer.callbacks if type(c).__name__ == "RunCheckpoint").every_n_iterations = 0
+    trainer.checkpoint_callback.every_n_iterations = 0
     trainer.fit(module, datamodule=data)
     assert seen == [True]
     assert torch.load(last_checkpoint(tmp_path / "run"), weights_only=True)["global_step"] == 2
@@ -187,7 +181,7 @@ def test_the_end_of_a_run_says_that_its_checkpoint_takes_long(tmp_path, monkeypa
 def test_a_run_under_an_average_goes_on_from_what_it_trained(tmp_path):
     def started(folder, **trainer):
         made = build(folder, callbacks=[EMAWeightAveraging(decay=0.5)], trainer=trainer)
-        next(c for c in made[0].callbacks if type(c).__name__ == "RunCheckpoint").every_n_iterations = 0
+        made[0].checkpoint_callback.every_n_iterations = 0
         return made
 
     trainer, whole, data = started(tmp_path / "whole", max_epochs=4)

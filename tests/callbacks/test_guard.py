@@ -1,4 +1,3 @@
-import csv
 import json
 from copy import deepcopy
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ from lit_qrl.errors import ConfigError, StoppedError
 from lit_qrl.loop.state import IterationState
 from lit_qrl.objective import GRPO
 from lit_qrl.rewards.simple import ConstantReward
+from tests.tables import csv_rows
 from tests.tiny_run import DigitReward, DigitTask, build, fit, parameters_of
 
 
@@ -193,7 +193,7 @@ def test_revert_takes_the_weights_of_the_last_iteration_within_the_limit(tmp_pat
         for one, other in zip(seen.states[kept].values(), seen.states[0].values(), strict=True):
             assert one.keys() == other.keys()
             assert all(torch.equal(torch.as_tensor(one[key]), torch.as_tensor(other[key])) for key in one)
-    rows = list(csv.DictReader((tmp_path / "run" / "metrics.csv").open()))
+    rows = csv_rows(tmp_path / "run" / "metrics.csv")
     assert [row["guard/reverted"] for row in rows] == ["", "", "1.0", "1.0", "", ""]
 
 
@@ -216,8 +216,7 @@ def scaled(scale, factor=0.5):
 def test_overflows_of_a_loss_scaler_are_its_own_business(tmp_path):
     options, scaler = scaled(2.0**124, 2.0**-16)
     _, module, _ = fit(tmp_path, trainer={"max_epochs": 9, **options}, guard={"patience": 2})
-    with (tmp_path / "run" / "metrics.csv").open() as file:
-        overflows = [bool(row["guard/overflowed_steps"]) for row in csv.DictReader(file)]
+    overflows = [bool(row["guard/overflowed_steps"]) for row in csv_rows(tmp_path / "run" / "metrics.csv")]
     assert sum(overflows) > 2
     assert not overflows[-1]
     assert scaler.get_scale() > 1

@@ -1,4 +1,3 @@
-import csv
 import json
 import math
 from itertools import pairwise
@@ -9,12 +8,12 @@ import torch
 from lit_qrl.callbacks import GeometricRejection, MaskedIS, MismatchMonitor
 from lit_qrl.module import GRPOModule
 from lit_qrl.objective import GRPO
+from tests.tables import csv_rows
 from tests.tiny_run import build, fit
 
 
 def column(folder, name):
-    with (folder / "run" / "metrics.csv").open() as file:
-        return [float(row[name]) for row in csv.DictReader(file) if row.get(name)]
+    return [float(row[name]) for row in csv_rows(folder / "run" / "metrics.csv") if row.get(name)]
 
 
 def test_a_coarser_format_shows_a_larger_mismatch(tmp_path):

@@ -6,7 +6,7 @@ import torch
 from lit_qrl.callbacks import RLCallback
 from lit_qrl.callbacks.publisher import WeightPublisher
 from lit_qrl.errors import ConfigError
-from tests.tiny_run import build, fit
+from tests.tiny_run import fit
 
 
 class Versions(RLCallback):
@@ -27,8 +27,7 @@ def test_numbering_and_bound_survive_a_checkpoint(tmp_path):
     assert state["probe"] > 0
     watch, path = Versions(), tmp_path / "run/checkpoints/last.ckpt"
     assert torch.load(path, weights_only=True)["callbacks"]["WeightPublisher"] == state
-    trainer, module, data = build(tmp_path, callbacks=[watch], trainer={"max_epochs": 4})
-    trainer.fit(module, datamodule=data, ckpt_path=str(path), weights_only=True)
+    fit(tmp_path, callbacks=[watch], ckpt_path=str(path), trainer={"max_epochs": 4})
     assert watch.versions == [[2], [3]]
 
 

@@ -1,4 +1,3 @@
-import csv
 import json
 
 import pytest
@@ -15,6 +14,7 @@ from lit_qrl.run.interrupt import Interrupted
 from lit_qrl.run.loggers import RunCSVLogger
 from tests.callbacks.tiny_loop import COMPLETION, GROUP_SIZE, GROUPS, Module, trainer_of
 from tests.networks import rollout_of
+from tests.tables import csv_rows
 from tests.tiny_run import DigitTask, fit
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("quick_plots")]
@@ -25,8 +25,7 @@ def lines(path):
 
 
 def epochs(folder):
-    with (folder / "metrics.csv").open(newline="") as file:
-        return [row["epoch"] for row in csv.DictReader(file) if row["reward/mean"]]
+    return [row["epoch"] for row in csv_rows(folder / "metrics.csv") if row["reward/mean"]]
 
 
 class Tilt(RLCallback):

@@ -1,4 +1,3 @@
-import csv
 from dataclasses import replace
 
 import pytest
@@ -13,7 +12,8 @@ from lit_qrl.rollout.embedded.engine import TransformersEngine
 from tests.loop.test_routing import choose_otherwise
 from tests.rollout.test_engine import Smallest
 from tests.routes import LAYERS, MOE
-from tests.tiny_run import build, model_folder
+from tests.tables import csv_rows
+from tests.tiny_run import build, fit, model_folder
 
 
 class Watching(RLCallback):
@@ -44,10 +44,8 @@ def trained(folder, *callbacks, engine=None, **options):
     options = {"format": "bf16", "trainer": {"max_epochs": 1}, **options}
     if engine is not None:  # the probe would rightly find that it is another model
         options["publisher"] = {"probe_every": 0}
-    trainer, module, data = build(folder, callbacks=[*callbacks, watching], engine=engine, **options)
-    trainer.fit(module, data)
-    with (folder / "run" / "metrics.csv").open() as file:
-        return watching, list(csv.DictReader(file))[-1], module
+    _, module, _ = fit(folder, callbacks=[*callbacks, watching], engine=engine, **options)
+    return watching, csv_rows(folder / "run" / "metrics.csv")[-1], module
 
 
 def column(row, name):

@@ -1,4 +1,3 @@
-import csv
 import os
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from lit_qrl.precision import QATAligned
 from lit_qrl.rollout import TransformersEngine
 from lit_qrl.run.folder import RunLock, shown
 from lit_qrl.run.interrupt import Interrupted
+from tests.tables import csv_rows
 from tests.tiny_run import DigitTask, model_folder, parameters_of
 
 SIZES = {"prompts_per_iteration": 4, "group_size": 4, "max_prompt_tokens": 16, "max_completion_tokens": 8}
@@ -107,8 +107,7 @@ def test_a_run_that_was_evaluated_goes_on_in_its_own_folder():
     trainer.fit_loop.max_epochs = 2
     trainer.fit(module, data)
     assert (trainer.current_epoch, shown(trainer.default_root_dir)) == (2, "runs/mine/1")
-    with Path("runs/mine/1/metrics.csv").open() as file:
-        assert [row["epoch"] for row in csv.DictReader(file) if row["reward/mean"]] == ["0", "1"]
+    assert [row["epoch"] for row in csv_rows("runs/mine/1/metrics.csv") if row["reward/mean"]] == ["0", "1"]
     assert not Path("runs/mine/1/validate/1/checkpoints").exists()
 
 

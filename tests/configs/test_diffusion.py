@@ -1,10 +1,10 @@
 """The quickstart of masked diffusion, and what its report shows."""
 
-import csv
 import json
 from pathlib import Path
 
 from lit_qrl.cli.main import main
+from tests.tables import csv_rows
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,8 +23,7 @@ def test_the_quickstart_draws_in_fp8_and_tells_the_order_of_unmasking(tmp_path, 
     }
     options = (f"--{key}={value}" for key, value in small.items())
     main(["fit", f"--config={ROOT / 'configs' / 'quickstart_diffusion.yaml'}", *options])
-    with (tmp_path / "run" / "metrics.csv").open() as file:
-        row = next(row for row in csv.DictReader(file) if row.get("mismatch/abs_log_ratio"))
+    row = next(row for row in csv_rows(tmp_path / "run" / "metrics.csv") if row.get("mismatch/abs_log_ratio"))
     assert 0 < float(row["mismatch/abs_log_ratio"]) < 0.2
     samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     for sample in samples:

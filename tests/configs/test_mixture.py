@@ -1,11 +1,11 @@
 """The quickstart for mixtures of experts."""
 
-import csv
 from pathlib import Path
 
 import pytest
 
 from lit_qrl.cli.main import main
+from tests.tables import csv_rows
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,8 +24,7 @@ def test_the_quickstart_replays_what_the_sampler_took(tmp_path, monkeypatch, qui
     }
     options = (f"--{key}={value}" for key, value in small.items())
     main(["fit", f"--config={ROOT / 'configs' / 'quickstart_moe.yaml'}", *options])
-    with (tmp_path / "run" / "metrics.csv").open() as file:
-        row = next(row for row in csv.DictReader(file) if row.get("routing/megabytes"))
+    row = next(row for row in csv_rows(tmp_path / "run" / "metrics.csv") if row.get("routing/megabytes"))
     assert 0 < float(row["routing/replayed_kl_k3"]) < float(row["routing/free_kl_k3"]) < 0.1
     # With one update TruncatedIS and the metrics take the training forward's log-probs: the same, replayed.
     assert float(row["mismatch/kl_k3"]) == pytest.approx(float(row["routing/replayed_kl_k3"]), rel=0.05)

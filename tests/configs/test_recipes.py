@@ -1,6 +1,5 @@
 """The recipes against the tables of their papers, `tests/files/papers.yaml`, and two of them run at tiny scale."""
 
-import csv
 import re
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -17,6 +16,7 @@ from lit_qrl.cli.main import main
 from lit_qrl.rewards.base import Sample, score_all
 from lit_qrl.rewards.math import MathReward
 from lit_qrl.rewards.simple import FormatReward
+from tests.tables import csv_rows
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
@@ -188,8 +188,7 @@ def train(tmp_path, monkeypatch, quick_plots):
             **{k.replace("__", "."): v for k, v in overrides.items()},
         }
         main(["fit", *arguments, *(f"--{key}={value}" for key, value in options.items())])
-        with (folder / "metrics.csv").open() as file:
-            return list(csv.DictReader(file)), yaml.safe_load((folder / "config.yaml").read_text())
+        return csv_rows(folder / "metrics.csv"), yaml.safe_load((folder / "config.yaml").read_text())
 
     return train
 

@@ -1,4 +1,3 @@
-import csv
 import importlib
 import sys
 from itertools import pairwise
@@ -6,6 +5,7 @@ from itertools import pairwise
 import pytest
 
 from tests.examples.scripts import EXAMPLES, importing, write_run
+from tests.tables import csv_rows
 
 SHIPPED = EXAMPLES.parent / "docs" / "figures" / "evidence"
 
@@ -48,8 +48,7 @@ def test_the_grid_has_the_settings_of_the_study_and_each_run_once(grid, tmp_path
 
 def test_replays_are_the_earlier_runs_of_a_plain_learner(grid, tmp_path):
     found = {(one.study, one.rate, one.job.arm, one.job.seed) for one in grid.replays(tmp_path)}
-    with (SHIPPED / "runs.csv").open(newline="") as file:
-        kept = [row for row in csv.DictReader(file) if not row["arm"].endswith(("bf16", "aligned"))]
+    kept = [row for row in csv_rows(SHIPPED / "runs.csv") if not row["arm"].endswith(("bf16", "aligned"))]
     assert {one for one in found if one[0] == "runs"} == {("runs", 2e-4, row["arm"], int(row["seed"])) for row in kept}
     assert sum(study == "pilot" for study, *_ in found) == 32
 
@@ -77,23 +76,8 @@ def test_a_line_for_each_run_and_a_table_of_differences(grid, tmp_path, capsys, 
     assert rows[0]["log_ratio_1"] == pytest.approx(0.1)
     assert rows[0]["grad_norm_a"] is None
     # what an earlier call has is not run again
-    assert (
-        grid.main(
-            [
-                "--blocks",
-                "levels",
-                "--seeds",
-                "10",
-                "11",
-                "--list",
-                "--before",
-                str(out / "results"),
-                "--out",
-                str(tmp_path / "b"),
-            ]
-        )
-        == 0
-    )
+    asked = ["--blocks", "levels", "--seeds", "10", "11", "--list"]
+    assert grid.main([*asked, "--before", str(out / "results"), "--out", str(tmp_path / "b")]) == 0
     assert capsys.readouterr().out == ""
 
 
@@ -125,10 +109,8 @@ def test_what_is_left_is_run_once_in_its_order_and_joined_to_what_there_is(grid,
         ("cosine+s10+none+int4", 0.8),
     ]
     assert [row["learner"] for row in grid.grid_table.read(out / "grid" / "runs.csv")] == [0.7]
-    with (out / "grid" / "curves.csv").open(newline="") as file:
-        lines = [
-            (line["arm"], line["iteration"], line["abs_log_ratio"], line["alpha"]) for line in csv.DictReader(file)
-        ]
+    columns = ("arm", "iteration", "abs_log_ratio", "alpha")
+    lines = [tuple(line[name] for name in columns) for line in csv_rows(out / "grid" / "curves.csv")]
     # means of the iterations 1 to 10 and 11 to 20
     assert lines == [(one.job.arm, "10", "0.55", ""), (one.job.arm, "20", "1.55", "")]
     # what an earlier call has is not run again
@@ -145,14 +127,8 @@ def test_curves_of_an_earlier_call_stay_where_no_run_is_newer(grid, tmp_path):
     one = next(one for one in grid.of_block(grid.BLOCKS["levels"], (12,), tmp_path) if one.job.arm == "s8+tis+int4")
     finish(grid, one, 0.7)
     table.write_curves([one.job], tmp_path, before)
-    with (tmp_path / "curves.csv").open(newline="") as file:
-        assert [line["arm"] for line in csv.DictReader(file)] == [
-            "s8+ais+int4",
-            "s4+ais+int4",
-            "s4+tis+int4",
-            "s8+tis+int4",
-            "s8+tis+int4",
-        ]
+    arms = [f"{arm}+int4" for arm in ("s8+ais", "s4+ais", "s4+tis", "s8+tis", "s8+tis")]
+    assert [line["arm"] for line in csv_rows(tmp_path / "curves.csv")] == arms
     # AIS alone, by the dial's position
     paths = alpha.paths_of(tmp_path / "curves.csv")
     assert list(paths.items()) == [("s4", [[(0.1, 0.4)]]), ("s8", [[(0.1, 0.8)]])]

@@ -1,4 +1,3 @@
-import csv
 import json
 import math
 import subprocess
@@ -8,6 +7,7 @@ from itertools import pairwise
 import pytest
 
 from tests.examples.scripts import EXAMPLES, importing, write_run
+from tests.tables import csv_rows
 
 LEARNER = {"s10+none+bf16": 0.9, "s10+none+int4": 0.2, "s10+tis+int4": 0.7, "s10+none+int4_aligned": 0.88}
 
@@ -85,8 +85,7 @@ def test_the_pilot_chooses_by_its_rules(run, bf16, int4, chosen):
 
 def test_the_pilot_of_the_page_is_drawn_and_chose_as_its_rules_say(run, tmp_path):
     shipped = EXAMPLES.parent / "docs" / "figures" / "evidence"
-    with (shipped / "pilot.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = csv_rows(shipped / "pilot.csv")
     outcomes = {}
     for row in rows:
         kinds = {"arm": str, "seed": int, "iterations": int}
@@ -110,7 +109,7 @@ def test_tables_and_verdicts_of_the_page_follow_from_its_runs(run, tmp_path, cap
     iterations = {row.iterations for row in run.summary.read(shipped).outcomes}
     assert iterations == {run.studies.load(EXAMPLES / "evidence_study").common["common"]["trainer"]["max_epochs"]}
     page = (EXAMPLES.parent / "docs" / "studies" / "evidence.md").read_text()
-    (collapse,) = (one for one in csv.DictReader((shipped / "tests.csv").open()) if one["arm"] == "s10+none+int4")
+    (collapse,) = (one for one in csv_rows(shipped / "tests.csv") if one["arm"] == "s10+none+int4")
     assert f"−{-float(collapse['difference']):.3f} ± {float(collapse['standard_error']):.3f}" in page
 
 

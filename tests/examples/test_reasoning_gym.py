@@ -1,6 +1,5 @@
 """The example of reasoning-gym as its page says: a policy that is unsure of sums learns them."""
 
-import csv
 import json
 import subprocess
 import sys
@@ -10,6 +9,7 @@ import pytest
 from lightning.pytorch.accelerators import CUDAAccelerator
 
 from lit_qrl.cli.main import main
+from tests.tables import csv_rows
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "reasoning_gym"
@@ -30,8 +30,7 @@ def run(monkeypatch, tmp_path):
         subprocess.run(script, check=True, env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
         policy = ("--model.policy.model", str(tmp_path / "policy"))
         main(["fit", *CONFIGS, *policy, *options, "--trainer.default_root_dir", str(tmp_path / "run")])
-        with open(tmp_path / "run" / "metrics.csv") as file:
-            return list(csv.DictReader(file))
+        return csv_rows(tmp_path / "run" / "metrics.csv")
 
     return made
 

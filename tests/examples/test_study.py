@@ -1,4 +1,3 @@
-import csv
 import json
 import math
 import sys
@@ -10,6 +9,7 @@ import pytest
 import yaml
 
 from tests.examples.scripts import EXAMPLES, importing, write_run
+from tests.tables import csv_rows
 
 STUDIES = ("real_study", "mismatch_study", "alignment_study", "qerl_study", "mixture_study")
 
@@ -292,8 +292,7 @@ def test_claims_of_the_real_study_are_tested_over_seeds_and_by_block(study, tmp_
         assert {claim.arm for claim in claims.CLAIMS} <= set(whole.arms)
         claims.write_curves(runs, tmp_path / "curves.csv")
         assert claims.known([tmp_path / "curves.csv"]) == runs
-    with (tmp_path / "curves.csv").open(newline="") as file:
-        curves = list(csv.DictReader(file))
+    curves = csv_rows(tmp_path / "curves.csv")
     assert len(curves) == 4 * 3 * 2
     one = next(row for row in curves if row["arm"] == "grpo+none+bf16" and (row["seed"], row["row"]) == ("1", "1"))
     assert (one["val/accuracy"], one["mismatch/abs_log_ratio"], one["val/stopped"]) == ("0.31", "0.01", "")

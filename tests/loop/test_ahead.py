@@ -1,6 +1,5 @@
 """Rollouts drawn while the learner updates: which weights draw what, in any order of events."""
 
-import csv
 import threading
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,6 +18,7 @@ from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.engine import EngineDiedError
 from lit_qrl.run.event_log import read_jsonl
 from lit_qrl.types import Completion
+from tests.tables import csv_rows
 from tests.tiny_run import build, parameters_of
 
 ONE_OFF, THREE_OFF = {"schedule": "one_step_off"}, {"schedule": "async", "max_staleness": 3}
@@ -74,8 +74,7 @@ def fit(folder, data, epochs=7, engine=None, callbacks=(), ckpt_path=None, **opt
 
 
 def rows(run):
-    with (run.folder / "metrics.csv").open() as file:
-        return [row for row in csv.DictReader(file) if row.get("publish/version") or row.get("rollout/age")]
+    return [row for row in csv_rows(run.folder / "metrics.csv") if row.get("publish/version") or row.get("rollout/age")]
 
 
 @pytest.mark.parametrize(

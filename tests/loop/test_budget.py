@@ -1,4 +1,3 @@
-import csv
 import itertools
 import random
 from types import SimpleNamespace
@@ -14,6 +13,7 @@ from lit_qrl.loop.batching import deal_by_tokens, token_parts
 from lit_qrl.loop.budget import TokenBudget, tokens_that_fit
 from lit_qrl.rollout import TransformersEngine
 from lit_qrl.types import no_all_reduce
+from tests.tables import csv_rows
 from tests.test_module import first_gradient
 from tests.tiny_run import DigitTask, build, fit, parameters_of
 
@@ -106,8 +106,7 @@ def test_a_run_takes_as_many_micro_batches_as_its_tokens_need(tmp_path, recwarn)
     assert seen.steps == [4, 8, 12]  # optimizer steps: two passes of two mini-batches
     assert seen.evaluations == 3 + 1  # one before the first iteration
     assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 12
-    with (tmp_path / "run" / "metrics.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row["update/micro_batches"]]
+    rows = [row for row in csv_rows(tmp_path / "run" / "metrics.csv") if row["update/micro_batches"]]
     assert [4 * float(row["update/micro_batches"]) for row in rows] == [len(parts) for parts in seen.parts]
 
 

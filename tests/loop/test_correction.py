@@ -1,6 +1,5 @@
 """Which corrections wait for a forward pass of their own, and that the training forward's gives the same numbers."""
 
-import csv
 import math
 from types import SimpleNamespace
 
@@ -17,6 +16,7 @@ from lit_qrl.policy import CausalPolicy
 from lit_qrl.types import Correction
 from tests.callbacks.corrections import context, rollout
 from tests.functional.helpers import no_host_sync
+from tests.tables import csv_rows
 from tests.test_module import FirstGradient
 from tests.tiny_run import fit
 
@@ -91,8 +91,7 @@ class Early(RLCallback):
 
 
 def row_of(folder):
-    with (folder / "run" / "metrics.csv").open() as file:
-        return {name: float(value) for name, value in next(csv.DictReader(file)).items() if value}
+    return {name: float(value) for name, value in csv_rows(folder / "run" / "metrics.csv")[0].items() if value}
 
 
 def one_update(folder, monkeypatch, callbacks, objective, **data):

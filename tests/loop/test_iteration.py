@@ -1,4 +1,3 @@
-import csv
 import threading
 from types import SimpleNamespace
 
@@ -15,6 +14,7 @@ from lit_qrl.rewards import ConstantReward, FunctionReward
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.types import Completion, no_all_reduce
 from tests.functional.helpers import Ranks
+from tests.tables import csv_rows
 from tests.tiny_run import DigitReward, DigitTask, fit, parameters_of
 
 
@@ -275,6 +275,6 @@ def test_a_reward_works_while_others_are_drawn_and_changes_nothing(tmp_path):
         assert torch.equal(one.tokens, other.tokens)
         assert torch.equal(one.rewards, other.rewards)
     assert torch.equal(parameters_of(early), parameters_of(late))
-    rows = [list(csv.DictReader((tmp_path / name / "run" / "metrics.csv").open())) for name in ("early", "late")]
+    rows = [csv_rows(tmp_path / name / "run" / "metrics.csv") for name in ("early", "late")]
     assert all(float(row["rollout/reward_seconds_hidden"]) > 0 for row in rows[0])
     assert "rollout/reward_seconds_hidden" not in rows[1][0]

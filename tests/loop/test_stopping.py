@@ -1,6 +1,5 @@
 """What watches a metric of iterations, with evaluations in between, and over a resume; limits that are refused."""
 
-import csv
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from lightning.pytorch.callbacks import (
 )
 
 from lit_qrl.errors import ConfigError
+from tests.tables import csv_rows
 from tests.tiny_run import build, fit
 
 
@@ -65,8 +65,7 @@ def test_whole_iterations_and_a_trial_of_one_batch_are_not(tmp_path, options):
 def test_a_checkpoint_is_kept_by_the_metric_of_its_own_iteration(tmp_path):
     best = ModelCheckpoint(tmp_path / "best", monitor="reward/mean", mode="max", save_top_k=-1, filename="{epoch}")
     fit(tmp_path, callbacks=[best], trainer={"max_epochs": 3, "check_val_every_n_epoch": 2, "limit_val_batches": 1})
-    with (tmp_path / "run" / "metrics.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row["reward/mean"]]
+    rows = [row for row in csv_rows(tmp_path / "run" / "metrics.csv") if row["reward/mean"]]
     scores = {Path(path).stem: float(score) for path, score in best.best_k_models.items()}
     assert scores == {f"epoch={row['epoch']}": pytest.approx(float(row["reward/mean"])) for row in rows}
     assert len(scores) == 3

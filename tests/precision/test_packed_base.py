@@ -1,4 +1,3 @@
-import csv
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +17,7 @@ from lit_qrl.quantize import quantize_checkpoint
 from tests.families.configs import BY_TYPE
 from tests.families.configs import model_folder as family_folder
 from tests.networks import batch_of
+from tests.tables import csv_rows
 from tests.tiny_run import build, model_folder
 
 FORMATS = {"nvfp4": {}, "mxfp4": {}, "nf4": {}, "int4_group": {"group_size": 32}}
@@ -116,8 +116,7 @@ def run(folder, epochs, resume=False, name="nvfp4"):
 def test_a_run_starts_from_the_folder_and_resumes(name, apart, tmp_path):
     """An input of FP8 whose last bits differ may become the next code, so learner and sampler differ by more there."""
     module = run(tmp_path / "a", 2, name=name)
-    with (tmp_path / "a" / "run" / "metrics.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    rows = csv_rows(tmp_path / "a" / "run" / "metrics.csv")
     assert len(rows) == 2
     assert max(float(row["mismatch/abs_log_ratio"]) for row in rows) < apart
     run(tmp_path / "b", 1, name=name)

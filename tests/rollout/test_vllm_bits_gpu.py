@@ -1,7 +1,5 @@
 """On a GPU of compute capability 9.0 with vLLM 0.26: learner equals sampler, and a run its repetition, bit by bit."""
 
-import csv
-
 import pytest
 import torch
 from peft import LoraConfig
@@ -14,6 +12,7 @@ from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.engine import SamplerSpec
 from lit_qrl.rollout.vllm.engine import VLLMEngine
 from tests.run.test_determinism import left_as_found, rows  # noqa: F401  a fixture
+from tests.tables import csv_rows
 from tests.tiny_run import fit, model_folder, parameters_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
@@ -56,8 +55,7 @@ def learn_exactly(tmp_path, kind, head, plugin, lora=None, published="auto"):
         data=sizes,
     )
     data.engine.close()
-    with (tmp_path / "run" / "metrics.csv").open() as file:
-        found = [row for row in csv.DictReader(file) if row["mismatch/ratio_max"]]
+    found = [row for row in csv_rows(tmp_path / "run" / "metrics.csv") if row["mismatch/ratio_max"]]
     assert len(found) == 3
     for row in found:
         assert float(row["mismatch/ratio_max"]) == float(row["mismatch/ratio_min"]) == 1
@@ -112,9 +110,8 @@ def test_layers_computed_alike_leave_the_last_bits_of_the_head(tmp_path):
             data={"prompts_per_iteration": 40, "group_size": 8},
         )
         data.engine.close()
-        with (folder / "run" / "metrics.csv").open() as file:
-            rows = csv.DictReader(file)
-            found[alike] = [float(row["mismatch/kl_k3"]) for row in rows if row["mismatch/kl_k3"]]
+        rows = csv_rows(folder / "run" / "metrics.csv")
+        found[alike] = [float(row["mismatch/kl_k3"]) for row in rows if row["mismatch/kl_k3"]]
     assert len(found[True]) == 3
     assert sum(found[True]) < sum(found[False]) / 3
 

@@ -1,6 +1,5 @@
 """Real `vllm serve` processes: every format verified there, every corruption named, every death outlived."""
 
-import csv
 import os
 import signal
 import time
@@ -18,6 +17,7 @@ from lit_qrl.run.event_log import read_jsonl
 from lit_qrl.types import SamplingParams
 from tests.cpu_kernels import skip_without_kernel
 from tests.rollout import test_vllm_faults as faults
+from tests.tables import csv_rows
 from tests.tiny_run import build, model_folder, parameters_of
 from tests.vllm_engines import (
     COMPLETION_LIMIT,
@@ -183,8 +183,9 @@ def test_a_run_draws_ahead_and_learns_from_the_log_probs_of_those_that_drew(emul
         lr=0.0,
     )
     trainer.fit(module, datamodule=data)
-    with (tmp_path / "run" / "metrics.csv").open() as file:
-        apart = [float(row["mismatch/kl_k3"]) for row in csv.DictReader(file) if row.get("mismatch/kl_k3")]
+    apart = [
+        float(row["mismatch/kl_k3"]) for row in csv_rows(tmp_path / "run" / "metrics.csv") if row.get("mismatch/kl_k3")
+    ]
     assert len(apart) == 5
     assert max(apart) < 1e-7
     deaths = [one for one in read_jsonl(tmp_path / "run" / "events.jsonl") if one["kind"] == "engine_died"]

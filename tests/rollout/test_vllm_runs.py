@@ -1,6 +1,5 @@
 """Whole runs with the real vLLM on CPU: adapters beside a packed base, deaths, faults, and the quickstart."""
 
-import csv
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from lit_qrl.precision import NVFP4LoRA, QATAligned
 from lit_qrl.run.event_log import read_jsonl
 from tests import vllm_cpu_shim
 from tests.evaluations import Distance
+from tests.tables import csv_rows
 from tests.tiny_run import build, model_folder, parameters_of
 
 pytestmark = pytest.mark.vllm
@@ -53,8 +53,7 @@ def events(folder, kind):
 
 
 def table(folder):
-    with (folder / "metrics.csv").open() as file:
-        return list(csv.DictReader(file))
+    return csv_rows(folder / "metrics.csv")
 
 
 def counted(name, original, calls):

@@ -1,6 +1,5 @@
 """Two runs of one config, bit by bit, and what is refused because it cannot be; fixed sums on their own."""
 
-import csv
 import os
 
 import pytest
@@ -13,6 +12,7 @@ from lit_qrl.rollout.embedded.sampling import TokenSampler, running_sums
 from lit_qrl.rollout.vllm.engine import VLLMEngine
 from lit_qrl.run.torch_settings import VARIABLES, make_deterministic
 from lit_qrl.types import SamplingParams
+from tests.tables import csv_rows
 from tests.tiny_run import build, fit, model_folder, parameters_of
 
 CLOCKS = ("time/", "per_second")
@@ -62,8 +62,10 @@ def test_a_variable_that_allows_other_bits_is_refused_by_name(name):
 
 
 def rows(folder):
-    with (folder / "run" / "metrics.csv").open() as file:
-        return [{k: v for k, v in row.items() if not any(c in k for c in CLOCKS)} for row in csv.DictReader(file)]
+    return [
+        {k: v for k, v in row.items() if not any(c in k for c in CLOCKS)}
+        for row in csv_rows(folder / "run" / "metrics.csv")
+    ]
 
 
 def twice(tmp_path, **options):

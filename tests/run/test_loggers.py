@@ -1,4 +1,3 @@
-import csv
 from pathlib import Path
 
 import pytest
@@ -6,11 +5,11 @@ import torch
 
 from lit_qrl.run import loggers
 from lit_qrl.run.loggers import RunCSVLogger
+from tests.tables import csv_rows
 
 
 def rows_of(folder):
-    with (folder / "metrics.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
+    return csv_rows(folder / "metrics.csv")
 
 
 def filled(folder, epochs, start=0):

@@ -1,5 +1,3 @@
-import csv
-
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
@@ -15,6 +13,7 @@ from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.engine import SamplerSpec
 from lit_qrl.types import SamplingParams
 from tests.networks import build_network
+from tests.tables import csv_rows
 from tests.tiny_run import fit
 
 TOKENS = [[2, 5, 9, 3, 4], [7, 8]]
@@ -142,5 +141,5 @@ def test_a_learner_in_bf16_with_factors_in_fp32_agrees_with_its_sampler(autocast
     )
     factors = {p.dtype for name, p in module.policy.named_parameters() if "lora_" in name}
     assert factors == {torch.float32}
-    rows = list(csv.DictReader((tmp_path / "run" / "metrics.csv").read_text().splitlines()))
+    rows = csv_rows(tmp_path / "run" / "metrics.csv")
     assert [float(row["mismatch/abs_log_ratio"]) for row in rows] == pytest.approx([0, 0, 0], abs=1e-5)
