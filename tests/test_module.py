@@ -22,6 +22,7 @@ from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.types import Correction, no_all_reduce
 from tests.tables import csv_rows
 from tests.tiny_run import DigitTask, build, fit, parameters_of
+from tests.two_processes import one_process
 
 
 class FirstGradient(Callback):
@@ -328,13 +329,8 @@ def test_the_entropy_bonus_has_a_gradient_and_raises_the_entropy(tmp_path):
 
 def test_metrics_are_logged_as_those_of_all_ranks(tmp_path, recwarn):
     """Lightning advises to reduce what a strategy of several ranks logs, once for every metric."""
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    with mock.patch.dict(os.environ):
-        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-        try:
-            fit(tmp_path, trainer={"strategy": "ddp", "max_epochs": 1})
-        finally:
-            torch.distributed.destroy_process_group()
+    with mock.patch.dict(os.environ), one_process(tmp_path):
+        fit(tmp_path, trainer={"strategy": "ddp", "max_epochs": 1})
     assert [str(warning.message) for warning in recwarn if "sync_dist" in str(warning.message)] == []
     fit(tmp_path / "plain", trainer={"max_epochs": 1})
     (row,), (plain,) = ([row for row in rows_of(f) if row["reward/mean"]] for f in (tmp_path, tmp_path / "plain"))

@@ -1,18 +1,31 @@
-"""Two processes on this machine that gloo joins; what they return comes back to the test."""
+"""Processes on this machine that gloo joins: one alone, or two, of which what they return comes back to the test."""
 
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 RANKS = 2
 MEETINGS = 24
 """Trainers that join the two processes, at most."""
 LONGEST = 600
 """Seconds for all of them."""
+
+
+@contextmanager
+def one_process(folder: Path) -> Iterator:
+    """Make this process a group of its own, and give its mesh."""
+    store = torch.distributed.FileStore(str(folder / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
 
 
 def free_ports(count: int = MEETINGS) -> list[int]:

@@ -8,7 +8,6 @@ import torch
 from lightning.pytorch import Callback
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -25,6 +24,7 @@ from lit_qrl.run.checkpoint_files import take_parts, write_parts
 from tests.families.configs import BY_TYPE
 from tests.families.configs import model_folder as family_folder
 from tests.tiny_run import command, model_folder, without_plots
+from tests.two_processes import one_process
 
 LORA = {"class_path": "peft.LoraConfig", "init_args": {"r": 4, "target_modules": "all-linear"}}
 OPTIONS = {"packed": (), "packed_folder": ("--group_size", "32")}
@@ -82,17 +82,13 @@ def test_a_host_with_cuda_exports_the_same(options, lora, tmp_path, monkeypatch)
 
 
 def test_a_checkpoint_in_parts_is_written_as_one_in_a_file(full, tmp_path):
-    run, store = tmp_path / "run", torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    run = tmp_path / "run"
     shutil.copytree(full, run)
     whole = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
+    with one_process(tmp_path) as mesh:
         held = {name: distribute_tensor(value, mesh, [Shard(0)]) for name, value in whole["state_dict"].items()}
         parts = {**whole, "state_dict": held, "optimizer_states": [], "parts": "parts-1"}
         write_parts(take_parts(parts), run / "checkpoints" / "parts-1")
-    finally:
-        torch.distributed.destroy_process_group()
     torch.save(parts, run / "checkpoints" / "last.ckpt")
     export(run, output=tmp_path / "out")
     network = AutoModelForCausalLM.from_pretrained(tmp_path / "out")

@@ -10,10 +10,6 @@ from tests.formats.oracle import same_bits, weights
 ALL = formats.names()
 
 
-def build(name):
-    return formats.get(name)
-
-
 @pytest.mark.parametrize("name", ALL)
 def test_a_name_gives_its_format(name):
     format = formats.get(name)
@@ -53,7 +49,7 @@ def test_a_weight_that_is_not_finite_is_refused(name, value):
     weight = torch.randn(128, 128)
     weight[3, 5] = value
     with pytest.raises(ValueError, match="NaN or inf"):
-        build(name).quantize(weight)
+        formats.get(name).quantize(weight)
 
 
 # A block's largest FP8, NF4 or dense code is its amax, so the same scale is found again. Integer and FP4 blocks, and
@@ -64,7 +60,7 @@ SATURATING = ("int3_channel", "int4_group", "int8_channel", "nvfp4", "mxfp4", "m
 @pytest.mark.parametrize("name", [name for name in ALL if name not in SATURATING])
 @pytest.mark.parametrize("case", ["random", "heavy_tailed", "constant", "all_zero", "zero_rows", "wide"])
 def test_quantizing_what_was_dequantized_gives_the_same_codes(name, case):
-    format = build(name)
+    format = formats.get(name)
     q = format.quantize(weights(torch.float32)[case])
     again = format.quantize(format.dequantize(q))
     assert torch.equal(again.codes.float(), q.codes.float())
@@ -75,7 +71,7 @@ def test_quantizing_what_was_dequantized_gives_the_same_codes(name, case):
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_export_then_load_gives_the_same_weight(name, dtype):
-    format = build(name)
+    format = formats.get(name)
     weight = weights(dtype)["random"]
     q = format.quantize(weight)
     exported = dict(format.export(q, "model.layers.0.mlp.up_proj"))
@@ -91,7 +87,7 @@ def test_export_then_load_gives_the_same_weight(name, dtype):
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_checkpoint_of_another_shape_is_refused(name):
-    format = build(name)
+    format = formats.get(name)
     exported = dict(format.export(format.quantize(torch.randn(256, 128)), "a"))
     with pytest.raises((ValueError, RuntimeError)):
         format.load({key.removeprefix("a."): tensor for key, tensor in exported.items()}, (128, 128))
@@ -99,7 +95,7 @@ def test_a_checkpoint_of_another_shape_is_refused(name):
 
 @pytest.mark.parametrize("name", ALL)
 def test_bits_per_weight_is_what_a_large_layer_takes(name):
-    format = build(name)
+    format = formats.get(name)
     exported = dict(format.export(format.quantize(torch.randn(1024, 1024).bfloat16()), "a"))
     taken = sum(t.numel() * t.element_size() * 8 for key, t in exported.items() if not key.endswith("shape"))
     assert taken / 1024**2 == pytest.approx(format.bits_per_weight, rel=0.01)
@@ -109,7 +105,7 @@ def test_bits_per_weight_is_what_a_large_layer_takes(name):
 def test_the_configuration_is_read_back_by_compressed_tensors(name):
     from compressed_tensors.quantization import QuantizationConfig
 
-    config = build(name).quantization_config(ignore=["lm_head", "model.layers.0.mlp.down_proj"])
+    config = formats.get(name).quantization_config(ignore=["lm_head", "model.layers.0.mlp.down_proj"])
     if name in ("bf16", "fp16", "fp32", "nf4"):  # no compression, or another library's
         assert config.get("quant_method") == ("bitsandbytes" if name == "nf4" else None)
         return
@@ -118,5 +114,5 @@ def test_the_configuration_is_read_back_by_compressed_tensors(name):
     scheme = parsed.config_groups["group_0"]
     assert (scheme.targets, scheme.weights.symmetric, scheme.weights.dynamic) == (["Linear"], True, False)
     assert scheme.output_activations is parsed.kv_cache_scheme is None
-    assert (scheme.input_activations is not None) == build(name).quantizes_activations
+    assert (scheme.input_activations is not None) == formats.get(name).quantizes_activations
     assert scheme.input_activations is None or (scheme.input_activations.dynamic and scheme.input_activations.symmetric)

@@ -46,13 +46,6 @@ def test_fp4_codes_are_the_nearest_with_ties_to_even(dtype):
     assert torch.equal(numerics.fp4_values(codes[64:]), torch.tensor([table[c & 7] for c in codes[64:].tolist()]))
 
 
-def test_packing_round_trips():
-    codes = torch.randint(-8, 8, (3, 16), dtype=torch.int8)
-    assert torch.equal(numerics.unpack_int4(numerics.pack_int4(codes)), codes)
-    nibbles = torch.randint(0, 16, (3, 16), dtype=torch.uint8)
-    assert torch.equal(numerics.unpack_nibbles(numerics.pack_nibbles(nibbles)), nibbles)
-
-
 def test_a_scale_is_never_zero():
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         scale = numerics.scale_from_amax(torch.zeros(1, dtype=dtype), 7.5)

@@ -11,14 +11,13 @@ from lit_qrl.network import shards
 from lit_qrl.network.adapters import merged_weights
 from lit_qrl.network.shards import divided as cut
 from lit_qrl.network.shards import gathered, is_sharded, own, own_part, whole
+from tests.two_processes import one_process
 
 
 @pytest.fixture
 def mesh(tmp_path):
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    torch.distributed.destroy_process_group()
+    with one_process(tmp_path) as made:
+        yield made
 
 
 def divided(mesh, *shape):

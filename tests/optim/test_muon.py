@@ -5,7 +5,6 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -13,6 +12,7 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.optim.muon import EMBEDDINGS, MuonAdamW
 from tests.networks import build_network
 from tests.tiny_run import build, fit, parameters_of
+from tests.two_processes import one_process
 
 
 def model(seed=0):
@@ -169,17 +169,13 @@ def test_a_run_with_muon_clips_and_resumes_bit_for_bit(tmp_path):
     with pytest.raises(SystemExit):
         trainer.fit(module, datamodule=data)
     saved = tmp_path / "cut" / "run" / "checkpoints" / "last.ckpt"
-    trainer, module, data = build(tmp_path / "cut", **options, trainer=clipped)
-    trainer.fit(module, datamodule=data, ckpt_path=saved, weights_only=True)
+    trainer, module, _ = fit(tmp_path / "cut", **options, ckpt_path=saved, trainer=clipped)
     assert trainer.current_epoch == 4
     assert torch.equal(parameters_of(whole), parameters_of(module))
 
 
 def test_a_matrix_that_processes_share_takes_the_step_of_a_whole_one(tmp_path):
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
+    with one_process(tmp_path) as mesh:
         whole, divided = model(), model()
         for module in divided.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
@@ -196,5 +192,3 @@ def test_a_matrix_that_processes_share_takes_the_step_of_a_whole_one(tmp_path):
             assert torch.allclose(parameter.full_tensor(), wanted, rtol=0, atol=1e-7), name
         kept = optimizers[1].state[divided["up"].weight]["momentum_buffer"]
         assert torch.allclose(kept.full_tensor(), optimizers[0].state[whole["up"].weight]["momentum_buffer"])
-    finally:
-        torch.distributed.destroy_process_group()

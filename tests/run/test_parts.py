@@ -10,7 +10,6 @@ import pytest
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import lit_qrl
@@ -29,15 +28,13 @@ from lit_qrl.run.checkpoint_files import (
     write_parts,
 )
 from lit_qrl.strategies import ShardedStrategy
+from tests.two_processes import one_process
 
 
 @pytest.fixture
 def mesh(tmp_path):
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    with one_process(tmp_path) as made:
+        yield made
 
 
 def divided(mesh, value):
