@@ -1,4 +1,3 @@
-import json
 from copy import deepcopy
 from types import SimpleNamespace
 
@@ -12,13 +11,13 @@ from lit_qrl.errors import ConfigError, StoppedError
 from lit_qrl.loop.state import IterationState
 from lit_qrl.objective import GRPO
 from lit_qrl.rewards.simple import ConstantReward
+from lit_qrl.run.event_log import read_jsonl
 from tests.tables import csv_rows
 from tests.tiny_run import DigitReward, DigitTask, build, fit, parameters_of
 
 
 def events(folder):
-    path = folder / "run" / "events.jsonl"
-    kinds = [json.loads(line)["kind"] for line in path.read_text().splitlines()] if path.exists() else []
+    kinds = [event["kind"] for event in read_jsonl(folder / "run" / "events.jsonl")]
     told = ("update", "sampler", "mismatch_at_start")  # once, whatever happens then
     return [kind for kind in kinds if kind not in told]
 
@@ -101,8 +100,7 @@ def test_a_mismatch_that_is_far_out_before_any_update_is_told_once(tmp_path, kl,
     for _ in range(2):
         Guard().on_train_epoch_end(trainer, module)
         trainer.fit_loop.epoch_progress.current.completed += 1
-    path = tmp_path / "run" / "events.jsonl"
-    told = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    told = read_jsonl(tmp_path / "run" / "events.jsonl")
     assert [event["kind"] for event in told] == ["mismatch_at_start"] * warned
     for event in told:
         assert f"{kl:.3g} nats per token and an ESS ratio of {ess:.2f}" in event["message"]

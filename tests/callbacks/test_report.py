@@ -1,5 +1,3 @@
-import json
-
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -10,6 +8,7 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.loop.hooks import RLCallback
 from lit_qrl.report.live import PageApart
 from lit_qrl.report.run import Run
+from lit_qrl.run.event_log import read_jsonl
 from lit_qrl.run.interrupt import Interrupted
 from lit_qrl.run.loggers import RunCSVLogger
 from tests.callbacks.tiny_loop import COMPLETION, GROUP_SIZE, GROUPS, Module, trainer_of
@@ -18,10 +17,6 @@ from tests.tables import csv_rows
 from tests.tiny_run import DigitTask, fit
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("quick_plots")]
-
-
-def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def epochs(folder):
@@ -34,19 +29,11 @@ class Tilt(RLCallback):
 
 
 def test_a_run_leaves_samples_a_diary_and_a_page(tmp_path, capsys):
-    trainer_of(
-        tmp_path,
-        [
-            Tilt(),
-            RLCallback(),
-            Report(),
-        ],
-        enable_progress_bar=False,
-    ).fit(Module())
+    trainer_of(tmp_path, [Tilt(), RLCallback(), Report()], enable_progress_bar=False).fit(Module())
     index = tmp_path / "report" / "index.html"
     assert capsys.readouterr().out.strip().endswith(f"Report: {index}")
     assert "0.250 → 0.375" in index.read_text()
-    events = lines(tmp_path / "events.jsonl")
+    events = read_jsonl(tmp_path / "events.jsonl")
     assert [(event["kind"], event["iteration"]) for event in events] == [("start", 0), ("finish", 3)]
     assert events[0]["corrections"] == ["Tilt"]
     assert events[0]["parameters"] == 3
@@ -59,7 +46,7 @@ def test_a_run_leaves_samples_a_diary_and_a_page(tmp_path, capsys):
 
 def test_samples_are_the_texts_of_the_rollout(tmp_path):
     trainer_of(tmp_path, [Report(samples_per_iteration=4)], iterations=2, enable_progress_bar=False).fit(Module())
-    samples = lines(tmp_path / "samples.jsonl")
+    samples = read_jsonl(tmp_path / "samples.jsonl")
     b = GROUPS * GROUP_SIZE
     assert len(samples) == 8
     for n, sample in enumerate(samples):
@@ -89,7 +76,7 @@ def test_a_sample_has_the_gold_answer_and_its_log_ratios(tmp_path, monkeypatch):
                 seen.append((pl_module.iteration.measured(), pl_module.iteration.problems))
 
     _, _, data = fit(tmp_path, callbacks=[Watch(), Report(samples_per_iteration=3)])
-    samples = lines(tmp_path / "run" / "samples.jsonl")
+    samples = read_jsonl(tmp_path / "run" / "samples.jsonl")
     assert len(samples) == 3 * len(seen)
     for n, sample in enumerate(samples):
         rollout, problems = seen[n // 3]
@@ -129,8 +116,7 @@ def test_the_lengths_of_tokens_add_up_to_the_text(text):
 @pytest.mark.parametrize("wanted, written", [(0, 0), (1, 1), (12, 12), (99, 12)])
 def test_the_number_of_samples(tmp_path, wanted, written):
     trainer_of(tmp_path, [Report(samples_per_iteration=wanted)], iterations=1, enable_progress_bar=False).fit(Module())
-    path = tmp_path / "samples.jsonl"
-    assert (len(lines(path)) if path.exists() else 0) == written
+    assert len(read_jsonl(tmp_path / "samples.jsonl")) == written
 
 
 @pytest.mark.parametrize(
@@ -198,7 +184,7 @@ def test_a_second_run_in_the_same_folder_puts_the_first_aside(tmp_path):
         trainer_of(tmp_path, [Report()], iterations, enable_progress_bar=False).fit(Module())
     assert epochs(tmp_path) == ["0"]
     assert {"metrics.1.csv", "samples.1.jsonl"} <= {path.name for path in tmp_path.iterdir()}
-    assert len(lines(tmp_path / "samples.1.jsonl")) == 12
+    assert len(read_jsonl(tmp_path / "samples.1.jsonl")) == 12
 
 
 def test_the_text_of_a_token_is_asked_for_once():
@@ -234,9 +220,8 @@ def test_metrics_are_there_with_any_logger(tmp_path):
     assert epochs(tmp_path) == ["0", "1", "2"]
 
 
-@pytest.mark.parametrize("options", [{"fast_dev_run": True}])
-def test_a_trial_run_leaves_nothing(tmp_path, options):
-    trainer_of(tmp_path, [Report()], enable_progress_bar=False, **options).fit(Module())
+def test_a_trial_run_leaves_nothing(tmp_path):
+    trainer_of(tmp_path, [Report()], enable_progress_bar=False, fast_dev_run=True).fit(Module())
     assert not (tmp_path / "events.jsonl").exists()
     assert not (tmp_path / "report").exists()
 

@@ -1,11 +1,11 @@
 """The quickstarts of masked diffusion, and what its report shows, and of mixtures of experts."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 from lit_qrl.cli.main import main
+from lit_qrl.run.event_log import read_jsonl
 from tests.tables import csv_rows
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +25,8 @@ def test_masked_diffusion_draws_in_fp8_and_tells_the_order_of_unmasking(tmp_path
     policy = {"model.policy.model": ROOT / "models" / "tiny-diffusion-sudoku"}
     row = first_row(tmp_path, "quickstart_diffusion", monkeypatch, **policy, **sizes)
     assert 0 < float(row["mismatch/abs_log_ratio"]) < 0.2
-    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    samples = read_jsonl(tmp_path / "samples.jsonl")
+    assert samples
     for sample in samples:
         assert len(sample["completion"]) == 16
         assert sorted(sample["unmasked_at"]) == [step for step in range(8) for _ in range(2)]

@@ -7,10 +7,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lit_qrl.data.tasks.generated import is_held_out
 from lit_qrl.data.tasks.sudoku import CELLS, Sudoku
 from lit_qrl.network.denoising import denoises
-from tests.examples.scripts import ROOT, importing
+from tests.examples.scripts import ROOT, check_shipped, importing
 
 SHIPPED = ROOT / "models" / "tiny-diffusion-sudoku"
-MAX_BYTES = 4_000_000
 
 
 @pytest.fixture(scope="module")
@@ -24,19 +23,12 @@ def shipped():
     return AutoModelForCausalLM.from_pretrained(SHIPPED, dtype=torch.float32), AutoTokenizer.from_pretrained(SHIPPED)
 
 
-def size(folder):
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-
-
 def test_shipped_model_is_a_small_denoiser_of_kernel_friendly_sizes(shipped):
     network, tokenizer = shipped
-    assert size(SHIPPED) < MAX_BYTES
+    check_shipped(SHIPPED, network, 7 * network.config.num_hidden_layers, 4_000_000)
     assert denoises(network.config)
     assert network.config.mask_token_id == tokenizer.mask_token_id
     assert network.config.vocab_size == len(tokenizer)
-    linears = [m for name, m in network.named_modules() if isinstance(m, torch.nn.Linear) and name != "lm_head"]
-    assert len(linears) == 7 * network.config.num_hidden_layers
-    assert all(linear.in_features % 128 == 0 and linear.out_features % 128 == 0 for linear in linears)
     puzzle = "1030000020100304:"
     assert tokenizer.decode(tokenizer(puzzle).input_ids) == puzzle
 

@@ -9,7 +9,7 @@ from lit_qrl.network.experts import expert_weights
 from lit_qrl.network.routing import routers
 from lit_qrl.rewards.puzzles import evaluate
 from tests.data.tasks.test_countdown_solver import brute_force
-from tests.examples.scripts import ROOT, importing
+from tests.examples.scripts import ROOT, check_shipped, importing
 
 SHIPPED = ROOT / "models" / "tiny-countdown"
 PRODUCTS = ROOT / "models" / "tiny-countdown-products"
@@ -34,13 +34,10 @@ def size(folder):
 
 def test_shipped_model_is_a_small_qwen3_of_kernel_friendly_sizes(shipped):
     network, tokenizer = shipped
-    assert size(SHIPPED) < MAX_BYTES
+    check_shipped(SHIPPED, network, 7 * network.config.num_hidden_layers, MAX_BYTES)
     assert network.config.model_type == "qwen3"
     assert network.config.vocab_size == len(tokenizer)
     assert 0.7e6 < sum(p.numel() for p in network.parameters()) < 1.3e6
-    linears = [m for name, m in network.named_modules() if isinstance(m, torch.nn.Linear) and name != "lm_head"]
-    assert len(linears) == 7 * network.config.num_hidden_layers
-    assert all(linear.in_features % 128 == 0 and linear.out_features % 128 == 0 for linear in linears)
     assert network.get_output_embeddings().weight is network.get_input_embeddings().weight
 
 

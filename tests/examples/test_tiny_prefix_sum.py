@@ -6,10 +6,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lit_qrl.data.tasks import PrefixSum
 from lit_qrl.data.tasks.generated import is_held_out
-from tests.examples.scripts import ROOT, importing
+from tests.examples.scripts import ROOT, check_shipped, importing
 
 SHIPPED = ROOT / "models" / "tiny-prefix-sum"
-MAX_BYTES = 1_000_000
 
 
 @pytest.fixture(scope="module")
@@ -25,11 +24,8 @@ def shipped():
 
 def test_the_shipped_policy_is_small_and_fits_groups_of_128(shipped):
     network, tokenizer = shipped
-    assert sum(file.stat().st_size for file in SHIPPED.iterdir()) < MAX_BYTES
+    check_shipped(SHIPPED, network, 14, 1_000_000, outputs=64)
     assert network.config.vocab_size == len(tokenizer)
-    linears = [m for name, m in network.named_modules() if isinstance(m, torch.nn.Linear) and name != "lm_head"]
-    assert len(linears) == 14
-    assert all(linear.in_features % 128 == 0 and linear.out_features % 64 == 0 for linear in linears)
 
 
 def test_the_shipped_policy_gets_about_half_right(script, shipped):

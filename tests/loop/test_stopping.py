@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import (
 
 from lit_qrl.errors import ConfigError
 from tests.tables import csv_rows
-from tests.tiny_run import build, fit
+from tests.tiny_run import fit
 
 
 def stopping(**options):
@@ -36,8 +36,7 @@ def test_a_metric_of_evaluations_is_watched_there(tmp_path):
 def test_a_resumed_run_counts_on(tmp_path):
     fit(tmp_path, callbacks=[stopping()], trainer={"max_epochs": 2})
     saved = str(tmp_path / "run" / "checkpoints" / "last.ckpt")
-    trainer, module, data = build(tmp_path, callbacks=[stopping()], trainer={"max_epochs": 9})
-    trainer.fit(module, datamodule=data, ckpt_path=saved, weights_only=True)
+    trainer, _, _ = fit(tmp_path, callbacks=[stopping()], ckpt_path=saved, trainer={"max_epochs": 9})
     assert trainer.current_epoch == 3
 
 

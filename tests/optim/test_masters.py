@@ -302,8 +302,7 @@ def test_a_resumed_bf16_run_equals_the_unbroken_one(tmp_path):
     saved = tmp_path / "cut" / "run" / "checkpoints" / "last.ckpt"
     lows = torch.load(saved, weights_only=True)["optimizer_states"][0]["masters"]
     assert any(int(low.count_nonzero()) for low in lows)
-    trainer, resumed, data = build(tmp_path / "cut", **options, trainer=settings)
-    trainer.fit(resumed, datamodule=data, ckpt_path=saved, weights_only=True)
+    trainer, resumed, _ = fit(tmp_path / "cut", **options, ckpt_path=saved, trainer=settings)
     assert torch.equal(parameters_of(module), parameters_of(resumed))
     assert torch.equal(masters_of(whole), masters_of(trainer))
 
