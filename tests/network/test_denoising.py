@@ -12,9 +12,8 @@ from lit_qrl.network.denoising import (
     is_denoiser,
     without_mask_token,
 )
-from lit_qrl.types import RolloutBatch
 from tests.default_dtype import bf16_default
-from tests.networks import MASK, build_denoiser
+from tests.networks import MASK, batch_of, build_denoiser
 
 PROMPTS = [[5, 6, 7, 8, 9], [4], [3, 3, 12]]
 COMPLETIONS = [[4, 5, 1], [6, 7, 8, 9], [1]]
@@ -26,25 +25,9 @@ def network():
     return build_denoiser()
 
 
-def denoised_batch(prompts=PROMPTS, completions=COMPLETIONS, length=LENGTH, seeds=(11, 12, 13)):
-    width, t = max(map(len, prompts)), max(map(len, completions))
-    b = len(prompts)
-    batch = RolloutBatch(
-        tokens=torch.zeros(b, width + t, dtype=torch.long),
-        prompt_length=torch.tensor([len(p) for p in prompts]),
-        mask=torch.zeros(b, t, dtype=torch.bool),
-        sampler_logprobs=torch.zeros(b, t),
-        rewards=torch.zeros(b),
-        advantages=torch.zeros(b),
-        group=torch.arange(b),
-        version=torch.zeros(b, dtype=torch.long),
-        stopped=torch.zeros(b, dtype=torch.bool),
-        mask_seed=torch.tensor(seeds[:b]),
-        drawn_over=torch.full((b,), length),
-    )
-    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        batch.tokens[row, width - len(prompt) : width + len(completion)] = torch.tensor(prompt + completion)
-        batch.mask[row, : len(completion)] = True
+def denoised_batch():
+    batch = batch_of(PROMPTS, COMPLETIONS)
+    batch.mask_seed, batch.drawn_over = torch.tensor([11, 12, 13]), torch.full((len(PROMPTS),), LENGTH)
     return batch
 
 

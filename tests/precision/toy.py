@@ -58,7 +58,7 @@ class Module(LightningModule):
     def __init__(self, policy, steps_lr=1e-3, optimizer=torch.optim.AdamW):
         super().__init__()
         self.policy, self.lr, self.optimizer = policy, steps_lr, optimizer
-        self.losses, self.seen = [], []
+        self.losses = []
 
     def configure_model(self):
         self.policy.configure()
@@ -68,7 +68,6 @@ class Module(LightningModule):
 
     def training_step(self, batch, _):
         (tokens,) = batch
-        self.seen.append((torch.get_default_dtype(), tokens.dtype))
         logits = self.policy(tokens)
         loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
         self.losses.append(loss.item())
