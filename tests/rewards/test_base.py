@@ -174,13 +174,6 @@ def test_a_service_that_stays_away_stops_the_run():
         score_all([judge], SAMPLES)
 
 
-def test_a_failed_sample_is_left_out_where_there_is_no_error_reward():
-    scores = score_all([ConstantReward(10.0), RaisesOn("bb")], SAMPLES, error_reward=None)
-    assert scores.total == [11.0, None, 13.0]
-    assert scores.parts["picky"] == [1.0, None, 3.0]
-    assert scores.errors == 1
-
-
 def test_none_leaves_a_sample_out_of_its_group():
     samples = [Sample(prompt, "") for prompt in "aaabbbccc"]
     some = Returns([1.0, None, 0.0, None, None, None, None, None, None])

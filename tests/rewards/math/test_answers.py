@@ -40,15 +40,13 @@ from lit_qrl.rewards.math.reward import (
         ("Answer: 1\n#### 2", "2"),
         ("Answer: 1\n" + r"so \boxed{3}", "3"),
         ("The answer: 4", None),
-    ],
-)
-def test_answer_is_found(text, answer):
-    assert extract_answer(text) == answer
-
-
-@pytest.mark.parametrize(
-    "text, answer",
-    [
+        # Without a mark there is no answer.
+        *(
+            (text, None)
+            for text in ("", "5", "the answer is 5", "<answer>5", "5</answer>", r"\boxed{5", "#### Step 3: 5")
+        ),
+        ("a #### 5", None),
+        # Boxes beside each other are one answer.
         (r"\boxed{1} and \boxed{-2}", "1; -2"),
         (r"$\boxed{1}$, $\boxed{2}$ or \(\boxed{3}\)", "1; 2; 3"),
         (r"$x = \boxed{1}$ or $x = \boxed{2}$", "1; 2"),
@@ -62,15 +60,7 @@ def test_answer_is_found(text, answer):
         (r"\boxed{(3,3)} for part (a) and \boxed{(1,1)}", "(3,3); (1,1)"),
         (r"\boxed{1} is the hand. So or not, \boxed{2}", "2"),
         (r"\boxed{1}" + "," + " " * 100 + r"\boxed{2}", "2"),
-    ],
-)
-def test_adjacent_boxes_are_one_answer(text, answer):
-    assert extract_answer(text) == answer
-
-
-@pytest.mark.parametrize(
-    "text, answer",
-    [
+        # Backslashes that JSON doubled are halved.
         (r"so \\boxed{\\frac{1}{2}}", r"\frac{1}{2}"),
         (r"so \\\\boxed{\\\\frac{1}{2}}", r"\frac{1}{2}"),
         (r"\\boxed{\\{1, 2\\}}", r"\{1, 2\}"),
@@ -78,7 +68,7 @@ def test_adjacent_boxes_are_one_answer(text, answer):
         (r"x = 5 \\\boxed{1 \\ 2}", r"1 \\ 2"),
     ],
 )
-def test_backslashes_that_json_doubled_are_halved(text, answer):
+def test_answer_is_found(text, answer):
     assert extract_answer(text) == answer
 
 
@@ -100,13 +90,6 @@ def test_thinking_is_skipped(completion, rest):
 def test_thinking_that_the_prompt_opened_must_end():
     assert after_thinking("4", "Answer.\n<think>\n") == ""
     assert after_thinking("4</think>5", "Answer.\n<think>\n") == "5"
-
-
-@pytest.mark.parametrize(
-    "text", ["", "5", "the answer is 5", "<answer>5", "5</answer>", r"\boxed{5", "#### Step 3: 5", "a #### 5"]
-)
-def test_without_mark_there_is_no_answer(text):
-    assert extract_answer(text) is None
 
 
 @pytest.mark.parametrize(
@@ -196,8 +179,3 @@ def test_hostile_text_is_read_in_one_pass(text):
 def test_extraction_never_raises(text):
     for found in (extract_answer(text, last_number=True), last_boxed(text), last_tagged(text)):
         assert found is None or found in text
-
-
-@given(st.text(max_size=300))
-def test_refusal_never_raises(text):
-    assert refuse(text) is None or isinstance(refuse(text), str)

@@ -1,8 +1,6 @@
-import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -58,15 +56,6 @@ def test_gold_answers_of_math500_are_right_within_their_solutions(reward):
     scores = reward([Sample(row["problem"], row["solution"], row["answer"]) for row in problems])
     assert scores == [1.0] * len(problems)
     assert reward([Sample(row["problem"], row["solution"], row["solution"]) for row in problems]) == scores
-
-
-def test_pairs_are_judged_alike_in_workers(reward):
-    lines = Path(__file__).with_name("math_pairs.jsonl").read_text("utf-8").splitlines()
-    pairs = [json.loads(line) for line in lines[::4]]
-    scores = reward(samples([(pair["gold"], pair["answer"]) for pair in pairs]))
-    assert reward.failures == {}
-    right = sum(score == pair["equal"] for score, pair in zip(scores, pairs, strict=True))
-    assert right >= 0.97 * len(pairs)
 
 
 HOSTILE = [
