@@ -6,6 +6,7 @@ import torch
 
 from lit_qrl.loop.batching import LostRoutesError, assemble, concatenate, deal_by_length, rows_of
 from lit_qrl.types import Completion
+from tests.default_dtype import bf16_default
 from tests.networks import batch_of
 
 
@@ -57,11 +58,8 @@ def test_assemble_pads_prompts_left_and_completions_right():
 
 def test_log_probs_keep_fp32_in_a_validation_step_of_bf16():
     one = Completion(token_ids=[5], logprobs=[-1.2345678], finish_reason="stop", version=0)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
+    with bf16_default():
         batch = assemble([[1]], [one], group_size=1, pad_token_id=0)
-    finally:
-        torch.set_default_dtype(torch.float32)
     assert batch.sampler_logprobs.tolist() == torch.tensor([[-1.2345678]]).tolist()
 
 

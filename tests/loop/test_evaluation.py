@@ -1,4 +1,3 @@
-import os
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +8,7 @@ from lit_qrl.loop.contracts import Problem
 from lit_qrl.rollout.embedded.sampling import uniforms
 from lit_qrl.types import Completion
 from tests.tiny_run import DigitTask, build
+from tests.two_processes import in_two, join
 
 
 class Echo:
@@ -82,18 +82,12 @@ def test_without_greedy_decoding_there_are_samples_alone_and_without_samples_gre
     assert list(answer(learner(), share(samples=0, pass_at=[]), "test")) == ["greedy"]
 
 
-def test_a_rank_without_a_problem_draws_nothing():
+@pytest.mark.parametrize(("together", "asked"), [(False, []), (True, [(1, []), (2, [])])])
+def test_a_rank_without_a_problem_asks_only_where_its_engine_is_a_part_of_one(together, asked):
     given = learner()
+    given.data.engine.draws_together = together
     found = answer(given, share(rank=3, world_size=4), "val")
-    assert given.data.engine.calls == []
-    assert {name: tuple(one.correct.shape) for name, one in found.items()} == {"greedy": (0, 1), "sampled": (0, 2)}
-
-
-def test_a_rank_without_a_problem_asks_where_its_engine_is_a_part_of_one():
-    given = learner()
-    given.data.engine.draws_together = True
-    found = answer(given, share(rank=3, world_size=4), "val")
-    assert [(n, positions) for n, _, _, positions in given.data.engine.calls] == [(1, []), (2, [])]
+    assert [(n, positions) for n, _, _, positions in given.data.engine.calls] == asked
     assert {name: tuple(one.correct.shape) for name, one in found.items()} == {"greedy": (0, 1), "sampled": (0, 2)}
 
 
@@ -117,22 +111,15 @@ def evaluated(folder, ranks):
     return {"metrics": metrics, "drawn": drawn}
 
 
-def process(rank, folder, port):
-    torch.set_num_threads(1)
-    os.environ |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.save(evaluated(folder, 2), f"{folder}/{rank}.pt")
+def one_of_two(rank, ports, folder):
+    join(rank, ports)
+    return evaluated(folder, 2)
 
 
 @pytest.mark.slow
 def test_two_processes_draw_the_samples_of_one(tmp_path):
-    import socket
-
     alone = evaluated(tmp_path, 1)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(process, (tmp_path, port), nprocs=2)
-    ranks = [torch.load(f"{tmp_path}/{rank}.pt") for rank in range(2)]
+    ranks = in_two(one_of_two, tmp_path)
     assert ranks[0]["metrics"] == ranks[1]["metrics"] == alone["metrics"]
     assert len(ranks[0]["drawn"]) == len(ranks[1]["drawn"]) == len(alone["drawn"]) / 2
     assert ranks[0]["drawn"] | ranks[1]["drawn"] == alone["drawn"]

@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 
 from lit_qrl.loop.contracts import Problem
-from lit_qrl.loop.generation import draw, drawn, progress_of, scoring_progress
+from lit_qrl.loop.generation import draw, progress_of, scoring_progress
 from lit_qrl.loop.hooks import RLCallback
 from lit_qrl.rollout.engine import EngineDiedError
 
@@ -47,17 +47,6 @@ def test_an_engine_that_nothing_revives_ends_the_draw():
     with pytest.raises(EngineDiedError, match="gone"):
         draw(given, problems([1]), None, 1, 0, "rollout")
     assert len(given.data.engine.calls) == 1
-
-
-def test_a_revived_engine_is_asked_for_the_same_once_more():
-    reviver = Reviver()
-    given = learner(2, RLCallback(), reviver)
-    assert draw(given, problems([1], [2]), None, 3, 7, "rollout") == ["drawn"] * 3
-    assert given.data.engine.calls == [([[1], [2]], 3, 7, None)] * 3
-    assert reviver.deaths == 2
-    assert reviver.ended == 0
-    drawn(given)
-    assert reviver.ended == 1
 
 
 def test_the_bar_moves_where_it_can():

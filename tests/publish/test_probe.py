@@ -145,13 +145,12 @@ def test_it_is_none_where_last_bits_alone_carry_as_far(policy):
     assert logged["publish/probe_bound"] == pytest.approx(SENSITIVITY * carried, rel=1e-5)
 
 
-def test_nothing_is_compared_where_the_learner_cannot_compute_the_same(policy):
-    scores, logged = check(policy, 9.0, altered={"model.layers.0.mlp.up_proj.weight": torch.empty(0)})
-    assert scores.probe is None
-    assert logged == {}
-
-
-def test_nothing_is_compared_with_an_engine_that_does_not_score(policy):
-    scores, logged = check(policy, 9.0, engine=SimpleNamespace(plain_dtype=None))
+@pytest.mark.parametrize(
+    "options",
+    [{"altered": {"model.layers.0.mlp.up_proj.weight": torch.empty(0)}}, {"engine": SimpleNamespace(plain_dtype=None)}],
+    ids=["the learner cannot compute the same", "the engine does not score"],
+)
+def test_nothing_is_compared_where_a_side_cannot(policy, options):
+    scores, logged = check(policy, 9.0, **options)
     assert scores.probe is None
     assert logged == {}

@@ -37,6 +37,16 @@ class Watch(RLCallback):
             self.seen.append(self.look(module, module.data.engine))
 
 
+class Evaluated(RLCallback):
+    """Keeps what `look` says of (module, engine) after each evaluation."""
+
+    def __init__(self, look):
+        self.look, self.seen = look, []
+
+    def on_validation_end(self, trainer, pl_module):
+        self.seen.append(self.look(pl_module, pl_module.data.engine))
+
+
 class Calls:
     """Counts what an engine is asked to load."""
 
@@ -109,33 +119,24 @@ def test_a_sampler_may_stay_for_several_iterations(tmp_path):
 
 
 def test_an_evaluation_publishes_the_clean_weights_without_a_version(tmp_path):
-    held = []
+    def look(module, engine):
+        weights = merged_weights(module.policy.network)
+        return all(torch.equal(engine.read_back(name), tensor) for name, tensor in weights), engine.version
 
-    class Evaluated(RLCallback):
-        def on_validation_end(self, trainer, pl_module):
-            engine, network = pl_module.data.engine, pl_module.policy.network
-            same = all(torch.equal(engine.read_back(name), tensor) for name, tensor in merged_weights(network))
-            held.append((same, engine.version))
-
-    watch = Watch()
+    watch, held = Watch(), Evaluated(look)
     options = {"max_epochs": 3, "limit_val_batches": 1}
-    fit(tmp_path, callbacks=[watch, Evaluated(), AQNNoise(start=0.5, end=0.5, num_stages=2)], trainer=options)
-    assert held == [(True, -1), (True, 0), (True, 1), (True, 2)]
+    fit(tmp_path, callbacks=[watch, held, AQNNoise(start=0.5, end=0.5, num_stages=2)], trainer=options)
+    assert held.seen == [(True, -1), (True, 0), (True, 1), (True, 2)]
     # What an evaluation left in the engine is never drawn from: the next rollout has the sampler's own format.
     assert watch.versions == [[0], [1], [2]]
 
 
 def test_an_evaluation_in_the_rollout_format(tmp_path):
-    formats = []
-
-    class Evaluated(RLCallback):
-        def on_validation_end(self, trainer, pl_module):
-            formats.append(pl_module.data.engine.read_back(f"{LAYER}.weight").dtype)
-
+    held = Evaluated(lambda module, engine: engine.read_back(f"{LAYER}.weight").dtype)
     for choice in ("rollout", "learner"):
         options = {"max_epochs": 1, "limit_val_batches": 1}
-        fit(tmp_path, callbacks=[Evaluated()], publisher={"evaluation_format": choice}, trainer=options)
-    assert formats == [torch.float8_e4m3fn] * 2 + [torch.float32] * 2
+        fit(tmp_path, callbacks=[held], publisher={"evaluation_format": choice}, trainer=options)
+    assert held.seen == [torch.float8_e4m3fn] * 2 + [torch.float32] * 2
 
 
 def distance_of_an_evaluation(folder, plugin, format="auto", **publisher):
@@ -237,20 +238,16 @@ def test_norms_are_perturbed_over_an_unchanged_base_and_come_back_clean(tmp_path
     calls = Calls(monkeypatch)
     options = lora_options()
     options["trainer"].update(max_epochs=4, limit_val_batches=1)
-    clean = Watch(lambda m, e: torch.equal(e.read_back(NORM), m.policy.network.get_parameter(NORM)))
-    evaluated = []
-
-    class Evaluated(RLCallback):
-        def on_validation_end(self, trainer, pl_module):
-            norm = pl_module.policy.network.get_parameter(NORM)
-            evaluated.append(torch.equal(pl_module.data.engine.read_back(NORM), norm))
-
-    fit(tmp_path, callbacks=[AQNNoise(start=0.3, end=0.3, num_stages=2), clean, Evaluated()], **options)
+    clean, evaluated = (
+        kind(lambda m, e: torch.equal(e.read_back(NORM), m.policy.network.get_parameter(NORM)))
+        for kind in (Watch, Evaluated)
+    )
+    fit(tmp_path, callbacks=[AQNNoise(start=0.3, end=0.3, num_stages=2), clean, evaluated], **options)
     assert calls.kinds.count("load_weights") == 1
     # two noisy rollouts, and an evaluation after each that takes the noise away
     assert calls.kinds.count("perturb") == 4
     assert clean.seen == [True, True, False, False]
-    assert evaluated == [True] * 5
+    assert evaluated.seen == [True] * 5
     assert max(clean.mismatch[:2]) < 1e-4
     assert min(clean.mismatch[2:]) > 1e-2
 
@@ -359,28 +356,19 @@ def test_one_retry_where_asked_for(tmp_path, monkeypatch):
     assert kinds.count("publish_fault") == 1
 
 
-def test_a_garbled_adapter_is_named(tmp_path, monkeypatch):
-    original = TransformersEngine.load_adapter
-    name = f"base_model.model.{LAYER}.lora_A.weight"
+@pytest.mark.parametrize(
+    ("load", "name"), [("load_adapter", f"base_model.model.{LAYER}.lora_A.weight"), ("perturb", NORM)]
+)
+def test_what_is_garbled_beside_an_unchanged_base_is_named(tmp_path, monkeypatch, load, name):
+    original = getattr(TransformersEngine, load)
 
     def garbled(engine, tensors, version):
-        return original(engine, ((n, t * 2 if n == name else t) for n, t in tensors), version)
+        return original(engine, ((n, 2 * t + 1 if n == name else t) for n, t in tensors), version)
 
-    monkeypatch.setattr(TransformersEngine, "load_adapter", garbled)
-    trainer, module, data = build(tmp_path, **lora_options())
+    monkeypatch.setattr(TransformersEngine, load, garbled)
+    callbacks = [AQNNoise(num_stages=2)] if load == "perturb" else []
+    trainer, module, data = build(tmp_path, callbacks=callbacks, **lora_options())
     with pytest.raises(PublishError, match=f"different: {name}"):
-        trainer.fit(module, datamodule=data)
-
-
-def test_a_garbled_norm_over_an_unchanged_base_is_named(tmp_path, monkeypatch):
-    original = TransformersEngine.perturb
-
-    def garbled(engine, tensors, version):
-        return original(engine, ((n, t + 1 if n == NORM else t) for n, t in tensors), version)
-
-    monkeypatch.setattr(TransformersEngine, "perturb", garbled)
-    trainer, module, data = build(tmp_path, callbacks=[AQNNoise(num_stages=2)], **lora_options())
-    with pytest.raises(PublishError, match=f"different: {NORM}"):
         trainer.fit(module, datamodule=data)
 
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from lit_qrl.callbacks import RLCallback
-from lit_qrl.callbacks.publisher import WeightPublisher
 from lit_qrl.errors import ConfigError, MemoryShortageError, StoppedError
 from lit_qrl.publish.publisher import Publisher
 from lit_qrl.publish.spec import PublishSettings
@@ -172,8 +171,6 @@ def test_no_restart_where_none_is_wanted(tmp_path):
     with pytest.raises(StoppedError, match="0 restarts did not help"):
         run()
     assert engine.story.count("setup") == 1
-    with pytest.raises(ConfigError, match="max_restarts is negative"):
-        WeightPublisher(max_restarts=-1)
 
 
 def test_a_sampler_that_was_kept_cannot_be_had_back_and_gets_a_new_version(tmp_path):
@@ -305,45 +302,39 @@ class Sleeper(TransformersEngine):
         super().close()
 
 
+NO_SLEEP = EngineDiedError("vLLM did not sleep")
+
+
+def slept(folder, engine, epochs=4, **options):
+    """Run with an engine that takes turns with the learner; return the weights and the versions of the rollouts."""
+    trainer = {"max_epochs": epochs, "strategy": ColocatedStrategy()}
+    _, module, _ = fit(folder, engine=engine, callbacks=[rollouts := Rollouts()], trainer=trainer, **options)
+    return parameters_of(module), rollouts.versions
+
+
 def test_an_engine_that_does_not_fall_asleep_is_built_again(tmp_path):
-    ends = []
-    for name, fails in (("well", ()), ("ill", (1,))):
-        rollouts = Rollouts()
-        trainer, module, data = build(
-            tmp_path / name, callbacks=[rollouts], trainer={"max_epochs": 4, "strategy": ColocatedStrategy()}
-        )
-        data.engine = engine = Sleeper(EngineDiedError("vLLM did not sleep"), fails)
-        trainer.fit(module, datamodule=data)
-        ends.append(parameters_of(module))
-        assert rollouts.versions == [0, 1, 2, 3]
-        assert engine.closed == 1 + len(fails)
-    assert torch.equal(*ends)
+    well, ill = Sleeper(NO_SLEEP), Sleeper(NO_SLEEP, [1])
+    (weights, versions), (others, same) = slept(tmp_path / "well", well), slept(tmp_path / "ill", ill)
+    assert versions == same == [0, 1, 2, 3]
+    assert (well.closed, ill.closed) == (1, 2)
+    assert torch.equal(weights, others)
 
 
 def test_an_engine_that_never_falls_asleep_ends_the_run(tmp_path):
-    trainer, module, data = build(tmp_path, trainer={"max_epochs": 9, "strategy": ColocatedStrategy()})
-    data.engine = engine = Sleeper(EngineDiedError("vLLM did not sleep"), range(99))
+    engine = Sleeper(NO_SLEEP, range(99))
     with pytest.raises(StoppedError, match=r"did not sleep \(2 restarts did not help\)"):
-        trainer.fit(module, datamodule=data)
+        slept(tmp_path, engine, 9)
     assert engine.slept < 9
 
 
 def test_memory_that_runs_out_in_a_sleep_ends_the_run(tmp_path):
-    trainer, module, data = build(tmp_path, trainer={"strategy": ColocatedStrategy()})
-    data.engine = Sleeper(MemoryShortageError("Memory ran out while the engine fell asleep: much. Less."), [1])
+    engine = Sleeper(MemoryShortageError("Memory ran out while the engine fell asleep: much. Less."), [1])
     with pytest.raises(StoppedError, match=r"fell asleep: much\. Less\..*last\.ckpt"):
-        trainer.fit(module, datamodule=data)
+        slept(tmp_path, engine)
 
 
 def test_an_engine_that_dies_waking_without_a_publish_is_built_again(tmp_path):
-    rollouts = Rollouts()
-    trainer, module, data = build(
-        tmp_path,
-        callbacks=[rollouts],
-        publisher={"every_n_iterations": 2},
-        trainer={"max_epochs": 4, "strategy": ColocatedStrategy()},
-    )
-    data.engine = engine = Sleeper(EngineDiedError("unused"), wakes_fail=[1])
-    trainer.fit(module, datamodule=data)
-    assert rollouts.versions == [0, 1, 2, 2]  # the weights of the first cannot be had back
+    engine = Sleeper(NO_SLEEP, wakes_fail=[1])
+    _, versions = slept(tmp_path, engine, publisher={"every_n_iterations": 2})
+    assert versions == [0, 1, 2, 2]  # the weights of the first cannot be had back
     assert engine.closed == 2

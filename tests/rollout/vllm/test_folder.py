@@ -11,60 +11,59 @@ from tests.forked import run_each
 from tests.networks import build_network
 
 
+def written(network, format=None, head=False, longest=32):
+    """What the folder of a network in fp32 says."""
+    folder = model_folder(network, format, (), head, torch.float32, longest)
+    return json.loads((folder / "config.json").read_text())
+
+
 @pytest.mark.parametrize("name", [None, "bf16", "fp8_row", "int4_group"])
 def test_the_folder_is_a_config_that_transformers_reads_and_no_weights(name):
     network, format = build_network(), None if name is None else formats.get(name)
     folder = model_folder(network, format, ["*.down_proj"], False, torch.bfloat16, longest=32)
     assert [path.name for path in folder.iterdir()] == ["config.json"]
-    written = json.loads((folder / "config.json").read_text())
-    assert written["architectures"] == ["Qwen3ForCausalLM"]
+    said = json.loads((folder / "config.json").read_text())
+    assert said["architectures"] == ["Qwen3ForCausalLM"]
     read = AutoConfig.from_pretrained(folder)
     assert read.hidden_size == network.config.hidden_size
     assert read.dtype == torch.bfloat16
     if name in (None, "bf16"):
-        assert "quantization_config" not in written
+        assert "quantization_config" not in said
     else:
         left_out = {f"model.layers.{i}.mlp.down_proj" for i in range(2)} | {"lm_head"}
-        assert set(written["quantization_config"]["ignore"]) == left_out
-        assert written["quantization_config"]["config_groups"]["group_0"]["targets"] == ["Linear"]
+        assert set(said["quantization_config"]["ignore"]) == left_out
+        assert said["quantization_config"]["config_groups"]["group_0"]["targets"] == ["Linear"]
 
 
 def test_a_router_that_adds_a_bias_is_said_to_do_so():
     for kind, expected in (("deepseek_v3", "noaux_tc sigmoid"), ("qwen3_moe", "None None")):
-        folder = model_folder(random_network(BY_TYPE[kind]), None, (), False, torch.float32, longest=32)
-        written = json.loads((folder / "config.json").read_text())
-        assert f"{written.get('topk_method')} {written.get('scoring_func')}" == expected
+        said = written(random_network(BY_TYPE[kind]))
+        assert f"{said.get('topk_method')} {said.get('scoring_func')}" == expected
 
 
 @pytest.mark.vllm
 @pytest.mark.parametrize(("kind", "wider"), [("cohere2", 1), ("mistral", 0)])
 def test_a_window_is_as_wide_as_transformers_takes_it(kind, wider):
     network = random_network(BY_TYPE[kind])
-    folder = model_folder(network, None, (), False, torch.float32, longest=32)
-    written = json.loads((folder / "config.json").read_text())
-    assert written["sliding_window"] == network.config.sliding_window - wider
+    assert written(network)["sliding_window"] == network.config.sliding_window - wider
 
 
 def test_a_quantized_head_is_a_target_of_its_own():
-    folder = model_folder(
-        build_network(tie_word_embeddings=False), formats.get("fp8_row"), (), True, torch.bfloat16, longest=32
-    )
-    written = json.loads((folder / "config.json").read_text())["quantization_config"]
-    assert written["config_groups"]["group_0"]["targets"] == ["Linear", "lm_head"]
-    assert written["ignore"] == []
+    said = written(build_network(tie_word_embeddings=False), formats.get("fp8_row"), head=True)["quantization_config"]
+    assert said["config_groups"]["group_0"]["targets"] == ["Linear", "lm_head"]
+    assert said["ignore"] == []
 
 
 @pytest.mark.parametrize(("longest", "expected"), [(32, 64), (64, 64), (200, 200)])
 def test_positions_reach_for_the_longest_sequence_and_are_never_cut(longest, expected):
-    folder = model_folder(build_network(max_position_embeddings=64), None, (), False, torch.float32, longest)
-    assert json.loads((folder / "config.json").read_text())["max_position_embeddings"] == expected
+    network = build_network(max_position_embeddings=64)
+    assert written(network, longest=longest)["max_position_embeddings"] == expected
 
 
 def test_what_the_learner_s_own_folder_was_quantized_to_is_not_passed_on():
     network = build_network()
     network.config.quantization_config = {"quant_method": "compressed-tensors"}
-    folder = model_folder(network, None, (), False, torch.float32, 32)
-    assert "quantization_config" not in json.loads((folder / "config.json").read_text())
+    assert "quantization_config" not in written(network)
 
 
 IMPORTS = """

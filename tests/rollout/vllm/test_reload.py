@@ -1,6 +1,5 @@
 """The bracket, on a stand-in for vLLM's reload; whole engines: test_fast_load.py."""
 
-import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -10,33 +9,18 @@ import torch
 from lit_qrl.rollout.vllm.live_model import register_head_bias, reloading, same_kernel
 
 
-@pytest.fixture
-def opened(monkeypatch):
-    """A stand-in for vLLM's reload: an engine, and what happened to it."""
-    story = []
-    reload = SimpleNamespace(
-        initialize_layerwise_reload=lambda model: story.append("open"),
-        finalize_layerwise_reload=lambda model, config: story.append(config),
-    )
-    loader = SimpleNamespace(reload=reload)
-    config = SimpleNamespace(set_current_vllm_config=lambda config: nullcontext())
-    for name, module in {
-        "vllm": SimpleNamespace(),
-        "vllm.config": config,
-        "vllm.model_executor": SimpleNamespace(),
-    }.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setitem(sys.modules, "vllm.model_executor.model_loader", loader)
-    return SimpleNamespace(model_config="closed"), story
-
-
-def test_the_view_of_a_convolution_that_was_packed_elsewhere_follows(opened):
+def test_the_view_of_a_convolution_that_was_packed_elsewhere_follows(fake):
+    for name in ("vllm", "vllm.model_executor"):
+        fake(name)
+    fake("vllm.config", set_current_vllm_config=lambda config: nullcontext())
+    nothing = SimpleNamespace(initialize_layerwise_reload=id, finalize_layerwise_reload=lambda model, config: None)
+    fake("vllm.model_executor.model_loader", reload=nothing)
     model = torch.nn.Module()
     model.mixer, model.other = torch.nn.Module(), torch.nn.Module()
     for mixer in (model.mixer, model.other):
         mixer.conv1d = torch.nn.Conv1d(3, 3, 4, groups=3)
         mixer.register_buffer("conv_weights", torch.zeros(3, 4))
-    with torch.no_grad(), reloading(model, opened[0]):
+    with torch.no_grad(), reloading(model, SimpleNamespace(model_config="closed")):
         model.mixer.conv1d._cpu_unpacked_conv_weight = sent = torch.randn(3, 4)
     assert torch.equal(model.mixer.conv_weights, sent)
     assert not model.other.conv_weights.any()

@@ -91,9 +91,8 @@ def test_the_norm_is_the_formula_and_a_row_does_not_depend_on_others():
         (True, {"engine_args": {"attention_backend": "FLASHINFER"}}, "attention_backend left out"),
     ],
 )
-def test_what_computes_otherwise_is_refused(monkeypatch, available, options, expected):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+def test_what_computes_otherwise_is_refused(hopper, available, options, expected):
+    hopper.setattr(torch.cuda, "is_available", lambda: available)
     engine = VLLMEngine(same_kernels=True, **options)
     with pytest.raises(ConfigError, match=expected):
         same_kernels.check(engine._arguments)
@@ -148,12 +147,12 @@ def test_models_and_learners_that_compute_otherwise_are_refused():
     ):
         with pytest.raises(ConfigError, match=rf"llama, qwen2, qwen3.*96, 128, 256 dimensions.*Given: {given}"):
             same_kernels.check_decoder(outline(config))
-    config = _Config(model_type="qwen2", head_dim=64, _attn_implementation=ATTENTION)
+    config = qwen2()
     same_kernels.check_learner(model(config), torch.bfloat16)
     for other, dtype, expected in (
         (model(config, torch.float32), torch.bfloat16, "both bf16.*Given: float32 and bfloat16"),
         (model(config, fused=False), torch.bfloat16, "model.policy.fuse: auto"),
-        (model(_Config(model_type="qwen2", head_dim=64, _attn_implementation="sdpa")), torch.bfloat16, "packing"),
+        (model(qwen2("sdpa")), torch.bfloat16, "packing"),
     ):
         with pytest.raises(ConfigError, match=expected):
             same_kernels.check_learner(other, dtype)
@@ -230,9 +229,8 @@ def test_the_term_of_an_engine_that_is_not_exact_is_vllms():
 
 
 def test_an_adapter_that_peft_computes_is_refused():
-    config = _Config(model_type="qwen2", head_dim=64, _attn_implementation=ATTENTION)
     for variant in (False, True):
-        learner = model(config)
+        learner = model(qwen2())
         learner.append(adapted(variant)[0])
         same_kernels.check_learner(learner, torch.bfloat16)
         if variant:
@@ -245,6 +243,10 @@ def test_an_adapter_that_peft_computes_is_refused():
 class _Config(SimpleNamespace):
     def get_text_config(self):
         return self
+
+
+def qwen2(attention=ATTENTION):
+    return _Config(model_type="qwen2", head_dim=64, _attn_implementation=attention)
 
 
 def model(config, dtype=torch.bfloat16, fused=True):
@@ -273,9 +275,8 @@ def model(config, dtype=torch.bfloat16, fused=True):
         ("auto", {"arguments": {"attention_backend": "FLASHINFER"}}, False),
     ],
 )
-def test_it_is_chosen_where_an_aligned_format_quantizes_activations(monkeypatch, caplog, asked, changed, expected):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+@pytest.mark.usefixtures("hopper")
+def test_it_is_chosen_where_an_aligned_format_quantizes_activations(caplog, asked, changed, expected):
     spec = SamplerSpec(format=changed.get("format", FP8Row()), aligned=changed.get("aligned", True))
     config = _Config(model_type=changed.get("model_type", "qwen2"), head_dim=changed.get("head_dim", 64))
     config._attn_implementation = changed.get("attention", ATTENTION)
@@ -306,18 +307,15 @@ def test_it_is_chosen_where_an_aligned_format_quantizes_activations(monkeypatch,
     ],
 )
 def test_it_is_foretold_without_a_gpu(options, apart, told):
-    config = _Config(model_type="qwen2", head_dim=64, _attn_implementation=ATTENTION)
     spec = SamplerSpec(format=FP8Row(), aligned=True)
-    assert same_kernels.foretold(VLLMEngine(**options), spec, model(config), apart).startswith(told)
+    assert same_kernels.foretold(VLLMEngine(**options), spec, model(qwen2()), apart).startswith(told)
 
 
-def test_another_version_of_vllm_is_said(monkeypatch, caplog):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    network = model(_Config(model_type="qwen2", head_dim=64, _attn_implementation=ATTENTION))
+def test_another_version_of_vllm_is_said(hopper, caplog):
+    network = model(qwen2())
     for version, said in (((0, 26, 1), False), ((0, 32, 0), True)):
         caplog.clear()
-        monkeypatch.setattr(same_kernels, "installed_version", lambda known=(version, False): known)
+        hopper.setattr(same_kernels, "installed_version", lambda known=(version, False): known)
         assert same_kernels.chosen("auto", SamplerSpec(format=FP8Row(), aligned=True), network, torch.bfloat16, {})
         assert ("this is 0.32.0" in caplog.text) is said
 
