@@ -37,7 +37,13 @@ def values(format, weights):
 
 @torch.no_grad()
 def rounded(kind, network, format):
-    """Return a copy of a model whose linear layers and experts hold what a weight-only format makes of them."""
+    """Return a copy of a model whose linear layers and experts hold what a weight-only format makes of them.
+
+    Args:
+        kind: of experts; a model without any has none.
+        network: the model.
+        format: a weight-only one.
+    """
     network = copy.deepcopy(network)
     linears = quantizable_linears(network)
     for names in fused_groups(linears).values():

@@ -22,6 +22,8 @@ from lit_qrl.types import SamplingParams
 from tests.cpu_kernels import skip_without_kernel
 from tests.networks import build_network
 
+FORMATS = ["plain", "fp8_tensor", "fp8_row", "fp8_block", "int8_channel", "int4_group", "nvfp4"]
+"""All that the CPU build multiplies."""
 VOCABULARY = 512
 LEARNING_RATE = 4e-5  # the quickstart's
 PROMPT_LIMIT, COMPLETION_LIMIT = 160, 24
@@ -123,6 +125,10 @@ def one_step_behind(network, engine, format):
     assert faults == []
     assert disagreement(network, engine, format) < 0.03
     engine.close()
+
+
+def named(faults):
+    return {(fault.kind, fault.name) for fault in faults}
 
 
 def gemm_shares(sent, engine, format):

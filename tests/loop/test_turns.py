@@ -8,11 +8,10 @@ from lit_qrl.data.environment import MultiTurnTask
 from lit_qrl.errors import StoppedError
 from lit_qrl.loop.batching import assemble
 from lit_qrl.loop.turns import Conversations, TakesTurns, TurnsOver, joined
-from lit_qrl.rollout.embedded.engine import TransformersEngine
-from lit_qrl.rollout.engine import Converses, SamplerSpec
+from lit_qrl.rollout.engine import Converses
 from lit_qrl.types import Completion, SamplingParams
 from tests.networks import build_network, build_tokenizer
-from tests.rollout.embedded.test_engine import engine_of, policy_of, publish
+from tests.rollout.embedded.test_engine import engine_of
 from tests.routes import CHOSEN, LAYERS, build_mixture
 
 TOKENIZER = build_tokenizer(pad_token="<pad>", eos_token="<eos>")
@@ -259,10 +258,8 @@ def test_a_token_keeps_the_experts_with_which_it_was_drawn():
 
 def test_conversations_say_which_experts_every_token_took():
     network = build_mixture()
-    engine = TransformersEngine()
-    spec = SamplerSpec(sampling=SamplingParams(max_tokens=24, stop_token_ids=tuple(range(1, 14))), routes=True)
-    engine.setup(spec, policy_of(network))
-    publish(engine, network)
+    sampling = SamplingParams(max_tokens=24, stop_token_ids=tuple(range(1, 14)))
+    engine = engine_of(network, None, sampling, {"routes": True})
     rows, prompts = [{"says": ["1+", "2+"]}] * 2, [[5, 6, 7], [8]]
     with Conversations(Echo(), rows, prompts, encode, TOKENIZER.decode, 24, seed=3) as talks:
         engine.converse(talks)

@@ -7,8 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from lit_qrl import formats
-from lit_qrl.network.linears import fused_groups, quantizable_linears
-from lit_qrl.network.stream import shared_amax
+from lit_qrl.network.linears import quantizable_linears
 from lit_qrl.publish.probe import learner_scores
 from tests.families.configs import BY_TYPE, random_network
 from tests.networks import build_network
@@ -28,18 +27,6 @@ def loop_scores(network, tokens):
     return scores
 
 
-def dequantized(network, format):
-    """A copy of the network with its weights replaced by what their codes stand for."""
-    network = copy.deepcopy(network)
-    layers = quantizable_linears(network)
-    for members in fused_groups(layers).values():
-        weights = {name: layers[name].weight.detach().clone() for name in members}
-        shared = shared_amax(weights) if format.shares_amax and len(members) > 1 else None
-        for name, weight in weights.items():
-            layers[name].weight.data.copy_(format.dequantize(format.quantize(weight, shared)))
-    return network
-
-
 def test_plain_scores_are_the_networks_log_probs():
     network = build_network()
     expected = loop_scores(copy.deepcopy(network), TOKENS)
@@ -52,7 +39,7 @@ def test_plain_scores_are_the_networks_log_probs():
 def test_weight_only_formats_are_those_of_the_dequantized_network(name, options):
     format, network = formats.get(name, **options), build_network()
     before = {key: value.clone() for key, value in network.state_dict().items()}
-    expected = loop_scores(dequantized(network, format), TOKENS)
+    expected = loop_scores(rounded(None, network, format), TOKENS)
     for score, reference in zip(learner_scores(network, TOKENS, format), expected, strict=True):
         assert torch.allclose(score.double(), reference, atol=1e-4)
     assert all(torch.equal(value, before[key]) for key, value in network.state_dict().items())
@@ -75,7 +62,7 @@ def test_experts_are_those_of_the_rounded_network(kind):
 
 def test_activations_are_quantized_too():
     format, network = formats.get("fp8_row"), build_network()
-    weights_only = loop_scores(dequantized(network, format), TOKENS)
+    weights_only = loop_scores(rounded(None, network, format), TOKENS)
     difference = torch.cat(learner_scores(network, TOKENS, format)).double() - torch.cat(weights_only)
     assert 1e-3 < difference.abs().mean() < 0.5
 
@@ -90,10 +77,10 @@ def test_merged_and_separate_adapters():
                 parameter.copy_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
     merged = copy.deepcopy(adapted).merge_and_unload()
     got = torch.cat(learner_scores(adapted.base_model.model, TOKENS, format, merged=True))
-    assert torch.allclose(got.double(), torch.cat(loop_scores(dequantized(merged, format), TOKENS)), atol=1e-4)
+    assert torch.allclose(got.double(), torch.cat(loop_scores(rounded(None, merged, format), TOKENS)), atol=1e-4)
 
     separate = copy.deepcopy(adapted)
-    for name, layer in quantizable_linears(dequantized(plain, format)).items():
+    for name, layer in quantizable_linears(rounded(None, plain, format)).items():
         wrapped = separate.base_model.model.get_submodule(name)
         getattr(wrapped, "base_layer", wrapped).weight.data.copy_(layer.weight)
     expected = torch.cat(loop_scores(separate, TOKENS))
@@ -115,10 +102,10 @@ def test_overrides_count_once_and_are_undone():
 
 def test_weights_are_cast_before_they_are_quantized():
     format, network = formats.get("nvfp4"), build_network()
-    rounded = copy.deepcopy(network)
-    for layer in quantizable_linears(rounded).values():
+    cast = copy.deepcopy(network)
+    for layer in quantizable_linears(cast).values():
         layer.weight.data = layer.weight.data.bfloat16().float()
-    expected = loop_scores(dequantized(rounded, format), TOKENS)
+    expected = loop_scores(rounded(None, cast, format), TOKENS)
     got = learner_scores(network, TOKENS, format, dtype=torch.bfloat16)
     # Scales are divided in bf16 there and in fp32 here: codes may differ by one, log-probs by little.
     assert (torch.cat(got).double() - torch.cat(expected)).abs().mean() < 0.1
@@ -137,9 +124,9 @@ def test_a_jitter_is_a_relative_error_of_every_layers_input():
 
 def test_the_head_is_quantized_where_it_is_asked_for():
     format, network = formats.get("int4_group", group_size=8), build_network(tie_word_embeddings=False)
-    rounded = copy.deepcopy(network)
-    head = rounded.lm_head.weight
+    own = copy.deepcopy(network)
+    head = own.lm_head.weight
     head.data.copy_(format.dequantize(format.quantize(head.detach())))
-    expected = torch.cat(learner_scores(rounded, TOKENS, format))
+    expected = torch.cat(learner_scores(own, TOKENS, format))
     assert torch.equal(torch.cat(learner_scores(network, TOKENS, format, head=True)), expected)
     assert (torch.cat(learner_scores(network, TOKENS, format)) - expected).abs().mean() > 1e-3

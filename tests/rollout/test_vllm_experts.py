@@ -11,6 +11,7 @@ from lit_qrl.receipts.ledger import PublishError
 from tests.vllm_engines import (
     VOCABULARY,
     disagreement,
+    named,
     optimizer_step,
     publish,
     sampler_format,
@@ -32,10 +33,6 @@ FAMILIES = {
 def mixture(family="qwen3_moe", **changes):
     config, sizes = FAMILIES[family]
     return tiny_network(config, **{**sizes, **changes})
-
-
-def named(faults):
-    return {(fault.kind, fault.name) for fault in faults}
 
 
 def wired(changed):

@@ -8,9 +8,11 @@ import torch
 from lit_qrl.receipts.ledger import Fault, PublishError
 from lit_qrl.rollout.engine import EngineDiedError
 from tests.vllm_engines import (
+    FORMATS,
     build_engine,
     checkpoint,
     gemm_shares,
+    named,
     one_step_behind,
     prompts,
     publish,
@@ -20,7 +22,6 @@ from tests.vllm_engines import (
 
 pytestmark = pytest.mark.vllm
 
-FORMATS = ["plain", "fp8_tensor", "fp8_row", "fp8_block", "int8_channel", "int4_group", "nvfp4"]
 RELOADED = ["plain reloaded", "int4_group reloaded"]  # every stream through vLLM's own reload
 O_PROJ = "model.layers.{}.self_attn.o_proj"
 NORM = "model.layers.1.input_layernorm.weight"
@@ -61,10 +62,6 @@ def corrupted(state, corrupt, **options):
     )
     state.shares += gemm_shares(sent, state.engine, state.format).values()
     return faults
-
-
-def named(faults):
-    return {(fault.kind, fault.name) for fault in faults}
 
 
 def of_ledgers(faults):

@@ -14,10 +14,12 @@ from lit_qrl.receipts.ledger import PublishError, SentLedger, compare, compare_c
 from lit_qrl.rollout.vllm import live_model
 from lit_qrl.rollout.vllm.installation import installed_version
 from tests.vllm_engines import (
+    FORMATS,
     VOCABULARY,
     checkpoint,
     disagreement,
     gemm_shares,
+    named,
     optimizer_step,
     prompts,
     publish,
@@ -28,10 +30,6 @@ from tests.vllm_engines import (
 pytestmark = pytest.mark.vllm
 
 PACKS_ON_CPU = (0, 27)  # from this version on the CPU build packs experts and heads, and forgets it in a reload
-
-
-def named(faults):
-    return {(fault.kind, fault.name) for fault in faults}
 
 
 def test_half_an_adapter(built):
@@ -103,9 +101,6 @@ def test_weights_that_a_sleep_dropped_come_back_along_the_learned_routes(name, m
 
 
 # --------------------------------------------------------------------------------------------------- no false alarms
-
-
-FORMATS = ["plain", "fp8_tensor", "fp8_row", "fp8_block", "int8_channel", "int4_group", "nvfp4"]
 
 
 @pytest.mark.parametrize("dtype, count", [("auto", 200), ("bf16", 25), ("fp16", 25)])

@@ -6,16 +6,14 @@ import torch
 from lit_qrl import formats
 from lit_qrl.errors import ConfigError
 from lit_qrl.loop.batching import assemble, concatenate
-from lit_qrl.network.adapters import merged_weights
 from lit_qrl.network.denoising import Estimator
-from lit_qrl.network.linears import quantizable_linears
-from lit_qrl.network.stream import weight_stream
 from lit_qrl.receipts.ledger import Ledger, compare
 from lit_qrl.rollout import DiffusionEngine
 from lit_qrl.rollout.engine import Estimates, SamplerSpec, Scores
 from lit_qrl.types import SamplingParams
 from tests.network.test_denoising import estimated
 from tests.networks import build_denoiser, build_network
+from tests.rollout.embedded.test_engine import publish
 
 PROMPTS = [[5, 6, 7, 8, 9], [4], [3, 3, 12], [10, 11]]
 EOS = 1
@@ -25,11 +23,6 @@ ESTIMATOR = Estimator(masks=2, prompt_masking=0.4)
 @pytest.fixture(scope="module")
 def network():
     return build_denoiser()
-
-
-def publish(engine, network, format=None, change=lambda stream: stream):
-    layers = quantizable_linears(network) if format is not None else ()
-    return engine.load_weights(change(weight_stream(merged_weights(network), format, layers)), format, 0)
 
 
 def engine_of(network, format=None, sampling=None, **options):
@@ -91,7 +84,7 @@ def test_formats_are_published_with_receipts_and_differ(name):
             yield tensor_name, tensor
 
     before = engine.generate(PROMPTS, 1, seed=0)
-    report = publish(engine, network, format, watched)
+    report = publish(engine, network, format, change=watched)
     assert compare(sent, report.received) == []
     assert report.layers["model.layers.0.mlp.up_proj.weight"] == name
     batch = assemble(PROMPTS, before, 1, pad_token_id=0)

@@ -18,6 +18,7 @@ from lit_qrl.rollout.engine import SamplerSpec
 from lit_qrl.types import SamplingParams
 from tests.networks import build_network
 from tests.routes import build_mixture
+from tests.stacked_experts import rounded
 
 PROMPTS = [[5, 6, 7, 8, 9], [4], [3, 3, 12], [10, 11]]
 EOS = 1
@@ -32,10 +33,10 @@ def publish(engine, network, format=None, version=0, change=lambda stream: strea
     return engine.load_weights(change(weight_stream(merged_weights(network), format, layers)), format, version)
 
 
-def engine_of(network, format=None, sampling=None, **options):
+def engine_of(network, format=None, sampling=None, spec=(), **options):
     engine = TransformersEngine(**options)
     sampling = sampling or SamplingParams(max_tokens=12, stop_token_ids=(EOS,))
-    engine.setup(SamplerSpec(sampling=sampling), policy_of(network))
+    engine.setup(SamplerSpec(sampling=sampling, **dict(spec)), policy_of(network))
     publish(engine, network, format)
     return engine
 
@@ -190,25 +191,6 @@ def test_progress_counts_sequences_and_tokens(network):
 # ------------------------------------------------------------------------------------------------------------- weights
 
 
-def dequantized(network, format):
-    """A plain copy of the network whose linear layers hold what the format's codes stand for."""
-    copy = build_network()
-    copy.load_state_dict(network.state_dict())
-    groups = {}
-    from lit_qrl.network.linears import fused_group
-
-    linears = quantizable_linears(copy)
-    for name in linears:
-        groups.setdefault(fused_group(name), []).append(name)
-    with torch.no_grad():
-        for names in groups.values():
-            amax = torch.stack([linears[name].weight.abs().amax() for name in names]).amax()
-            for name in names:
-                q = format.quantize(linears[name].weight, amax if format.shares_amax else None)
-                linears[name].weight.copy_(format.dequantize(q))
-    return copy
-
-
 def perturbed(network, scale, seed):
     torch.manual_seed(seed)
     with torch.no_grad():
@@ -227,7 +209,7 @@ def test_a_quantized_sampler_follows_every_publish():
         completions = engine.generate(PROMPTS, 4, seed=version)
         assert {completion.version for completion in completions} == {version}
         assert report.version == version
-        check_log_probs(dequantized(network, format), PROMPTS, completions, 4)
+        check_log_probs(rounded(None, network, format), PROMPTS, completions, 4)
 
 
 @pytest.mark.parametrize("format", [None, formats.get("fp8_tensor"), formats.get("int4_group", group_size=16)])
@@ -405,9 +387,7 @@ def test_a_token_outside_the_vocabulary_is_bad_input(network):
 def test_every_token_says_which_experts_it_took(max_batch):
     network = build_mixture()
     sampling = SamplingParams(max_tokens=12, stop_token_ids=(EOS, 4, 5, 6))
-    engine = TransformersEngine(max_batch=max_batch)
-    engine.setup(SamplerSpec(sampling=sampling, routes=True), policy_of(network))
-    publish(engine, network)
+    engine = engine_of(network, None, sampling, {"routes": True}, max_batch=max_batch)
     completions = engine.generate(PROMPTS, 3, seed=5)
     assert len({len(completion.token_ids) for completion in completions}) > 2  # rows end, and others take their place
     for index, completion in enumerate(completions):
@@ -428,10 +408,8 @@ def test_every_token_says_which_experts_it_took(max_batch):
 def test_an_engine_says_among_which_ids_a_token_was_drawn(truncation):
     torch.manual_seed(0)
     network = build_network()
-    engine = TransformersEngine()
     sampling = SamplingParams(max_tokens=6, stop_token_ids=(EOS, 9, 14), **truncation)
-    engine.setup(SamplerSpec(sampling=sampling, kept=True), policy_of(network))
-    publish(engine, network)
+    engine = engine_of(network, None, sampling, {"kept": True})
     for prompt, drawn in zip([one for one in PROMPTS for _ in range(3)], engine.generate(PROMPTS, 3, 0), strict=True):
         tokens = [*prompt, *drawn.token_ids]
         with torch.no_grad():
@@ -473,12 +451,7 @@ def test_rows_that_have_ended_are_handed_out_while_others_go_on(max_batch, in_sl
 # ------------------------------------------------------------------------------------------- the learner's autocast
 
 
-def mixed_engine(network, format=None, options=None, **changes):
-    engine = TransformersEngine(**(options or {}))
-    sampling = SamplingParams(max_tokens=12, stop_token_ids=(EOS,))
-    engine.setup(SamplerSpec(sampling=sampling, compute_dtype=torch.bfloat16, **changes), policy_of(network))
-    publish(engine, network, format)
-    return engine
+MIXED = {"compute_dtype": torch.bfloat16}
 
 
 def off(network, completions, **under):
@@ -492,7 +465,7 @@ def off(network, completions, **under):
 
 @pytest.mark.parametrize("cuda_graphs", [False, True])
 def test_rollouts_are_drawn_in_the_learners_autocast(network, cuda_graphs):
-    engine = mixed_engine(network, options={"cuda_graphs": cuda_graphs})
+    engine = engine_of(network, spec=MIXED, cuda_graphs=cuda_graphs)
     completions = engine.generate(PROMPTS, 6, seed=0)
     assert off(network, completions) < 0.5 * off(network, completions, enabled=False)
     with torch.autocast("cpu", torch.bfloat16):  # as Lightning has it around an evaluation
@@ -523,8 +496,8 @@ def test_a_chosen_dtype_holds_whatever_the_caller_is_under(network, format, opti
 
 
 def test_a_head_of_fp32_stays_so_under_autocast(network):
-    engine = mixed_engine(network, head_dtype=torch.float32)
-    plain = mixed_engine(network)
+    engine = engine_of(network, spec=MIXED | {"head_dtype": torch.float32})
+    plain = engine_of(network, spec=MIXED)
     completions = engine.generate(PROMPTS, 6, seed=0)
     states = []
     hook = engine.network.model.norm.register_forward_hook(lambda module, args, out: states.append(out))
@@ -540,7 +513,7 @@ def test_a_head_of_fp32_stays_so_under_autocast(network):
 
 
 def test_quantized_layers_take_their_inputs_as_the_learners_do(network):
-    engine = mixed_engine(network, formats.get("fp8_row"))
+    engine = engine_of(network, formats.get("fp8_row"), spec=MIXED)
     layer = engine.network.model.layers[0].mlp.down_proj
     given, out = [], []
 
@@ -557,5 +530,5 @@ def test_quantized_layers_take_their_inputs_as_the_learners_do(network):
 
 
 def test_the_cache_is_in_the_dtype_that_attention_multiplies_in(network):
-    engine = mixed_engine(network, options={"cache_gigabytes": 1e-3})
+    engine = engine_of(network, spec=MIXED, cache_gigabytes=1e-3)
     assert engine._cache_tokens() == 2 * engine_of(network, cache_gigabytes=1e-3)._cache_tokens()

@@ -6,8 +6,8 @@ from transformers import Gemma2Config, LlamaConfig, MistralConfig, Qwen2Config, 
 
 from lit_qrl import formats
 from lit_qrl.rollout.embedded.decode import Decoder
-from lit_qrl.rollout.embedded.engine import TransformersEngine, unfit
-from lit_qrl.rollout.engine import EngineDiedError, SamplerSpec
+from lit_qrl.rollout.embedded.engine import unfit
+from lit_qrl.rollout.engine import EngineDiedError
 from lit_qrl.types import SamplingParams
 from tests.networks import build_network
 from tests.rollout.embedded.test_engine import (
@@ -15,8 +15,6 @@ from tests.rollout.embedded.test_engine import (
     PROMPTS,
     check_log_probs,
     engine_of,
-    policy_of,
-    publish,
     scored_apart,
 )
 from tests.routes import build_mixture
@@ -163,10 +161,8 @@ def test_replayed_steps_draw_what_launched_ones_draw(name, sampling, caplog, mon
 def test_on_a_gpu_steps_under_the_learners_autocast_are_recorded_and_have_its_log_probs(dtype, caplog):
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
     network = build_network(Qwen3Config, gain=1, norm=0.05, **sizes).cuda()
-    engine = TransformersEngine(cuda_graphs=True, max_batch=12)
     sampling = SamplingParams(max_tokens=40, stop_token_ids=(EOS,))
-    engine.setup(SamplerSpec(sampling=sampling, compute_dtype=dtype), policy_of(network))
-    publish(engine, network)
+    engine = engine_of(network, None, sampling, {"compute_dtype": dtype}, cuda_graphs=True, max_batch=12)
     handed = []
     found = engine.generate(PROMPTS, 8, seed=5, finished=lambda some: handed.append(dict(some)))
     assert engine.trust.checked
