@@ -22,34 +22,19 @@ from lit_qrl.network.structure import outline
 from tests.families.configs import BY_TYPE
 
 
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.q_proj, self.k_proj, self.v_proj = nn.Linear(64, 64), nn.Linear(64, 32), nn.Linear(64, 32)
-        self.o_proj = nn.Linear(64, 64, bias=False)
-
-
-class Experts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate = nn.Linear(64, 4, bias=False)
-        self.experts = nn.Module()
-        self.experts.up_proj = nn.Parameter(torch.zeros(4, 64, 64))
-        self.gate_proj, self.up_proj = nn.Linear(64, 128), nn.Linear(64, 128)
-        self.down_proj = nn.Linear(128, 64)
-
-
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.self_attn, self.mlp, self.norm = Attention(), Experts(), nn.LayerNorm(64)
+def layer():
+    """Attention, and an MLP with stacked experts and their router beside it."""
+    sizes = {"q_proj": 64, "k_proj": 32, "v_proj": 32, "o_proj": 64}
+    attention = {name: nn.Linear(64, size) for name, size in sizes.items()}
+    mlp = {"gate": nn.Linear(64, 4, bias=False), "experts": nn.ParameterDict({"up_proj": torch.zeros(4, 64, 64)})}
+    mlp |= {"gate_proj": nn.Linear(64, 128), "up_proj": nn.Linear(64, 128), "down_proj": nn.Linear(128, 64)}
+    return nn.ModuleDict({"self_attn": nn.ModuleDict(attention), "mlp": nn.ModuleDict(mlp), "norm": nn.LayerNorm(64)})
 
 
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embed = nn.Embedding(10, 64)
-        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.embed, self.layers = nn.Embedding(10, 64), nn.ModuleList([layer(), layer()])
         self.head = nn.Linear(64, 10, bias=False)
 
     def get_output_embeddings(self):
