@@ -5,42 +5,27 @@ import peft
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, OPTConfig, PhiConfig
+from transformers import GPT2Config, LlamaConfig, OPTConfig, PhiConfig
 
 from lit_qrl.network.modes import evaluating, is_repeated, repeating, train_without_dropout
 from lit_qrl.policy import CausalPolicy
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.engine import SamplerSpec
 from lit_qrl.types import SamplingParams
-from tests.networks import SIZES, batch_of, build_tokenizer
+from tests.networks import batch_of, build_network, build_tokenizer
 
-COMMON = {"vocab_size": SIZES["vocab_size"], "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
 FAMILIES = {
-    "gpt2": GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=64, **COMMON),
-    "opt": OPTConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, ffn_dim=64, max_position_embeddings=64,
-        word_embed_proj_dim=32, attention_dropout=0.1, layerdrop=0.1, **COMMON
-    ),
-    "phi": PhiConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64,
-        resid_pdrop=0.1, embd_pdrop=0.1, attention_dropout=0.1, **COMMON
-    ),
-    "llama": LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64,
-        attention_dropout=0.1, **COMMON
-    ),
-}  # fmt: skip
+    "gpt2": (GPT2Config, {}),
+    "opt": (OPTConfig, {"ffn_dim": 64, "word_embed_proj_dim": 32, "attention_dropout": 0.1, "layerdrop": 0.1}),
+    "phi": (PhiConfig, {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attention_dropout": 0.1}),
+    "llama": (LlamaConfig, {"attention_dropout": 0.1}),
+}
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11]]
 
 
 def folder_of(folder, family):
-    torch.manual_seed(0)
-    network = AutoModelForCausalLM.from_config(FAMILIES[family])
-    with torch.no_grad():
-        for name, parameter in network.named_parameters():
-            if parameter.ndim > 1 and "norm" not in name:
-                parameter.mul_(4)  # far from uniform, so that dropout shows
-    network.save_pretrained(folder)
+    kind, rates = FAMILIES[family]
+    build_network(kind, **rates, tie_word_embeddings=family != "phi").save_pretrained(folder)
     build_tokenizer(pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
     return str(folder)
 
