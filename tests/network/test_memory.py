@@ -4,20 +4,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig
 
 from lit_qrl.network import memory
 from lit_qrl.network.memory import SelectiveRecomputation, free_memory, kept_layers, room_for_logits
+from tests.networks import build_network
 
 LAYERS = 4
 
 
 def network():
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=LAYERS, num_attention_heads=2
-    )
-    model = LlamaForCausalLM(config).train()
+    model = build_network(LlamaConfig, num_hidden_layers=LAYERS, tie_word_embeddings=False).train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
 
@@ -135,7 +132,7 @@ def test_the_first_two_passes_measure_and_all_but_the_first_choose(monkeypatch):
     assert counts == [2, 2, 1, 1]
     assert choice.again == LAYERS - 2
     figures = {
-        "layers": LAYERS, "tokens": 6, "each": 600.0, "width": 64, "free": 2**30 + 10**6,
+        "layers": LAYERS, "tokens": 6, "each": 600.0, "width": 128, "free": 2**30 + 10**6,
         "gradients": model.lm_head.weight.nbytes, "total": 10**6,
     }  # fmt: skip
     assert asked == [figures]
