@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.network.invariant import (
@@ -21,6 +21,7 @@ from lit_qrl.network.invariant import (
     invariant_linear,
     one_by_one,
 )
+from tests.networks import build_network
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -40,8 +41,7 @@ def test_gradients_of_a_product_are_those_of_the_plain_one():
     upstream = torch.randn(3, 70, 5, dtype=torch.float64)
     found = torch.autograd.grad(invariant_linear(*inputs), inputs, upstream)
     wanted = torch.autograd.grad(F.linear(*inputs), inputs, upstream)
-    for a, b in zip(found, wanted, strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(found, wanted)
 
 
 def scores_by_hand(q, k, v, scale):
@@ -75,8 +75,7 @@ def test_gradients_of_attention_are_those_of_the_library():
     found = torch.autograd.grad(invariant_attention(*inputs, is_causal=True, scale=0.3), inputs, upstream)
     q, k, v = inputs
     plain = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3, enable_gqa=True)
-    for a, b in zip(found, torch.autograd.grad(plain, inputs, upstream), strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(found, torch.autograd.grad(plain, inputs, upstream))
 
 
 def test_a_mask_of_numbers_is_refused():
@@ -168,24 +167,20 @@ def test_log_sum_exp_and_writing_in_place_are_the_same_functions():
     torch.testing.assert_close(found, x.double().exp().sum(-1).log().float())
 
 
-def tiny(**changes):
-    torch.manual_seed(1)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 50}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "attn_implementation": "sdpa"}
-    return LlamaForCausalLM(LlamaConfig(**{**sizes, **heads, **changes})).eval()
+def check(network):
+    def hidden(tokens):
+        return network.model(input_ids=tokens, use_cache=False).last_hidden_state
 
-
-def hidden_of(network):
-    return lambda tokens: network.model(input_ids=tokens, use_cache=False).last_hidden_state
+    check_invariant(hidden, network.config.vocab_size, torch.device("cpu"))
 
 
 def test_a_model_passes_and_one_that_looks_at_the_batch_is_refused():
-    network = tiny()
-    check_invariant(hidden_of(network), 50, torch.device("cpu"))
+    network = build_network(LlamaConfig, attn_implementation="sdpa")
+    check(network)
     mlp: Any = network.model.layers[1].mlp
     mlp.register_forward_hook(lambda module, args, out: out * len(out))
     with pytest.raises(ConfigError, match="depend on the sequences beside it"):
-        check_invariant(hidden_of(network), 50, torch.device("cpu"))
+        check(network)
 
 
 def test_products_of_experts_are_those_of_their_rows_with_gradients():
@@ -215,10 +210,9 @@ def test_a_row_of_an_expert_is_the_same_alone_and_among_others():
 
 
 def test_the_mixture_that_ships_passes():
-    network = AutoModelForCausalLM.from_pretrained("models/tiny-moe-countdown").eval()
-    check_invariant(hidden_of(network), network.config.vocab_size, torch.device("cpu"))
+    check(AutoModelForCausalLM.from_pretrained("models/tiny-moe-countdown").eval())
 
 
 def test_eager_attention_is_refused_by_name():
     with pytest.raises(ConfigError, match="attn_implementation to sdpa"):
-        check_invariant(hidden_of(tiny(attn_implementation="eager")), 50, torch.device("cpu"))
+        check(build_network(LlamaConfig, attn_implementation="eager"))
