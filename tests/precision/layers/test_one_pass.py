@@ -13,7 +13,7 @@ from lit_qrl import formats
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.kernels import dispatch, gemm
 from lit_qrl.precision import QATAligned, UnifiedFP8
-from lit_qrl.precision.layers import one_pass
+from lit_qrl.precision.layers import block_fp8, one_pass
 from lit_qrl.precision.layers.low_bit import LowBitLinear
 from lit_qrl.precision.layers.one_pass import OnePassGatedMLP, OnePassRMSNorm, take_one_pass
 from tests.precision.toy import LINEARS, network
@@ -75,7 +75,6 @@ def kernels(monkeypatch):
 
 def stand_in(monkeypatch):
     from lit_qrl.formats import kernels
-    from lit_qrl.precision.layers import one_pass
 
     calls = []
     modules = {
@@ -130,9 +129,8 @@ def test_codes_of_the_kernel_are_those_that_the_layers_multiply(kind, kernels, m
     plain, model = wide(*made), wide(*made)
     UnifiedFP8("emulate").convert_module(plain)
     UnifiedFP8("emulate", fuse=True).convert_module(model)
-    # the backend that reads tiles as they are, with the emulation's product
-    from lit_qrl.precision.layers import block_fp8
 
+    # the backend that reads tiles as they are, with the emulation's product
     class Backend(block_fp8.Emulated):
         name = "torch"
         inputs, quantize = block_fp8.Torch.inputs, block_fp8.Torch.quantize
@@ -179,8 +177,6 @@ def test_what_somebody_else_reads_is_written(kernels):
 
 def test_the_gradients_in_one_pass_are_the_plain_ones(kernels):
     torch.manual_seed(0)
-    from lit_qrl.precision.layers.one_pass import _Gated
-
     norm = wide().model.layers[0].input_layernorm
     ours = OnePassRMSNorm(copy.deepcopy(norm), columns=True)
     inputs = [torch.randn(2, 3, 128, generator=torch.Generator().manual_seed(1)).requires_grad_() for _ in range(2)]
@@ -190,7 +186,7 @@ def test_the_gradients_in_one_pass_are_the_plain_ones(kernels):
     assert torch.allclose(inputs[0].grad, inputs[1].grad, rtol=1e-4, atol=1e-5)
     assert torch.allclose(ours.weight.grad, norm.weight.grad, rtol=1e-4, atol=1e-5)
     gate, up = (torch.randn(2, 3, 128, requires_grad=True) for _ in range(2))
-    mine = torch.autograd.grad(_Gated.apply(gate, up, True, []), (gate, up), upstream)
+    mine = torch.autograd.grad(one_pass._Gated.apply(gate, up, True, []), (gate, up), upstream)
     theirs = torch.autograd.grad(F.silu(gate) * up, (gate, up), upstream)
     for a, b in zip(mine, theirs, strict=True):
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-5)
@@ -212,8 +208,6 @@ def test_a_tensor_that_is_written_to_is_quantized_anew():
 
 
 def test_layers_that_read_one_tensor_quantize_it_once(monkeypatch):
-    from lit_qrl.precision.layers import block_fp8
-
     calls = []
     original = block_fp8.Emulated.quantize
     monkeypatch.setattr(block_fp8.Emulated, "quantize", lambda self, *a: calls.append(a[1:]) or original(self, *a))
@@ -238,8 +232,6 @@ def test_what_cannot_be_done_in_one_pass_is_refused():
 
 
 def test_blocks_take_one_pass_by_themselves_where_the_kernels_run(monkeypatch):
-    from lit_qrl.precision.layers import block_fp8, one_pass
-
     def replaced_parts(plugin, model):
         plugin.convert_module(model)
         return sum(isinstance(part, OnePassRMSNorm | OnePassGatedMLP) for part in model.modules())
