@@ -205,9 +205,8 @@ def test_optimizer_state_leaves_the_gpu():
     torch.cuda.empty_cache()
     before, state = torch.cuda.memory_allocated(), [v.clone().cpu() for v in optimizer.state[parameter].values()]
     offloaded = OffloadedState()
-    moved = offloaded.to_host([optimizer])
-    assert moved == 2 * parameter.numel() * 4
-    assert before - torch.cuda.memory_allocated() == moved
+    offloaded.to_host([optimizer])
+    assert before - torch.cuda.memory_allocated() == 2 * parameter.numel() * 4
     assert all(v.is_pinned() for v in optimizer.state[parameter].values() if v.numel() > 1)
     offloaded.to_device([optimizer])
     assert all(torch.equal(a, b.cpu()) for a, b in zip(state, optimizer.state[parameter].values(), strict=True))
