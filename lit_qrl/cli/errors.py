@@ -146,7 +146,8 @@ def readable(
 def _kinds(text: str, pattern: str) -> list[str]:
     """Return the types that a message names, in the words of YAML."""
     words = {"bool": "true or false", "NoneType": "null"}
-    return [words.get(kind, kind) for kind in dict.fromkeys(re.findall(pattern, text))]
+    kinds: list[str] = re.findall(pattern, text)
+    return [words.get(kind, kind) for kind in dict.fromkeys(kinds)]
 
 
 def _instead(name: str, options: Iterable[str]) -> str:
