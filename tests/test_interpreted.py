@@ -4,6 +4,7 @@ import importlib
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -59,7 +60,7 @@ def play_gpu(patch):
     patch.setattr(one_pass, "kernels_here", lambda: True)
     patch.setattr(joined_linear, "ROWS", 1)
     patch.setattr(logprobs, "_kernel_takes", lambda hidden: hidden.dtype == torch.bfloat16)
-    patch.setattr(logprobs, "total_memory", lambda index: 80 << 30)
+    patch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 << 30))
     patch.setattr(masters, "_in_one_pass", lambda parameter: parameter.dtype == torch.bfloat16)
 
 
