@@ -342,7 +342,7 @@ def published(plugin: QATAligned, learner: Any, sampler: Any) -> Any:
     swap_linears(sampler, lambda _, linear: QuantizedLinear.from_linear(linear, plugin.format))
     policy = SimpleNamespace(network=learner, named_weights=learner.named_parameters)
     source = plugin.source(policy, plugin.format)
-    layers = list(source.shapes())
+    layers = list(source.shapes)
     tensors: dict[str, dict[str, Tensor]] = {layer: {} for layer in layers}
     for name, tensor in source.whole(unchanged, None):
         layer, _, suffix = name.rpartition(".")

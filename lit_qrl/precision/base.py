@@ -4,6 +4,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -157,6 +158,7 @@ class LowBitSource(WeightSource):
         super().__init__(policy, format, plugin.exclude)
         self.plugin = plugin
 
+    @cached_property
     @override
     def shapes(self) -> dict[str, tuple[int, int]]:
         return {name: layer.shape for name, layer in self.plugin.layers(self.policy).items()}

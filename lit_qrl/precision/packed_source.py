@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from hashlib import blake2b
 from typing import Any
 
@@ -40,10 +41,11 @@ class PackedSource(WeightSource):
         super().__init__(policy, format, exclude, head)
         self.plugin, self.aligned = plugin, format is not None and format.numbers == plugin.format
 
+    @cached_property
     @override
     def shapes(self) -> dict[str, tuple[int, int]]:
         packed = {name: layer.shape for name, layer in self.plugin.packed(self.policy).items()}
-        return packed if self.aligned else {**packed, **super().shapes()}
+        return packed if self.aligned else {**packed, **super().shapes}
 
     @override
     def base(self, dtype: torch.dtype | None) -> Named:

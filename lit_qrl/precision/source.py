@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat, QuantizedWeight
 from lit_qrl.formats.dense import Dense
 from lit_qrl.network.adapters import base_weights
-from lit_qrl.network.experts import expert_stacks, unstacked
+from lit_qrl.network.experts import ExpertStack, expert_stacks, unstacked
 from lit_qrl.network.linears import quantizable_layers, quantizable_linears
 from lit_qrl.network.names import kept_in_fp32
 from lit_qrl.network.shards import whole
@@ -53,13 +54,18 @@ class WeightSource:
     ) -> None:
         self.policy, self.format, self.exclude, self.head = policy, format, tuple(exclude), head
 
+    @cached_property  # a search of the whole model, which would take as long as a fifth of a publish
     def shapes(self) -> dict[str, tuple[int, int]]:
-        """Return (out, in) of every layer that goes out in the format, by checkpoint name."""
+        """(out, in) of every layer that goes out in the format, by checkpoint name."""
         network = self.policy.network
         if self.format is None or isinstance(self.format, Dense):  # experts go out as the learner has them, in one
             linears = quantizable_linears(network, self.exclude, self.head)
             return {name: (linear.out_features, linear.in_features) for name, linear in linears.items()}
         return quantizable_layers(network, self.exclude, self.head)
+
+    @cached_property
+    def _stacks(self) -> dict[str, ExpertStack]:
+        return expert_stacks(self.policy.network)
 
     def held(self) -> Held | None:
         """Return how codes that the learner holds are had, or None where all are made for the publish."""
@@ -68,22 +74,21 @@ class WeightSource:
     def whole(self, change: Change, dtype: torch.dtype | None) -> Named:
         """Yield the sampler's tensors, an adapter merged in, each passed through `change` before quantization."""
         named = ((name, change(name, tensor)) for name, tensor in self.policy.named_weights())
-        return self._stream(named, self.format, list(self.shapes()), dtype, self.held())
+        return self._stream(named, self.format, list(self.shapes), dtype, self.held())
 
     def base(self, dtype: torch.dtype | None) -> Named:
         """Yield the base's tensors in the format, without the adapter."""
-        return self._stream(base_weights(self.policy.network), self.format, list(self.shapes()), dtype)
+        return self._stream(base_weights(self.policy.network), self.format, list(self.shapes), dtype)
 
     def plain(self, dtype: torch.dtype | None) -> Named:
         """Yield the learner's weights in its own dtype, an adapter merged in."""
         return self._stream(self.policy.named_weights(), None, (), dtype)
 
     def _stream(self, named: Named, format: NumberFormat | None, layers: Collection[str], *more: Any) -> Named:
-        network = self.policy.network
         if not isinstance(format, Dense):
             chosen = frozenset(layers)
-            named = unstacked(named, {name: one for name, one in expert_stacks(network).items() if one.within(chosen)})
-        return weight_stream(named, format, layers, *more, kept=kept_in_fp32(network))
+            named = unstacked(named, {name: one for name, one in self._stacks.items() if one.within(chosen)})
+        return weight_stream(named, format, layers, *more, kept=kept_in_fp32(self.policy.network))
 
     def adapter(self, dtype: torch.dtype | None) -> Named:
         """Yield the adapter's factors under PEFT's names."""

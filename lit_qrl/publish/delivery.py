@@ -153,7 +153,7 @@ class AdapterBeside:
         state = source.base_state()
         if self._base is None or self._base[0] != state:
             self._base, self._perturbed = None, set()
-            report = self.delivery.weights(source.base(dtype), source.format, source.shapes(), version)
+            report = self.delivery.weights(source.base(dtype), source.format, source.shapes, version)
             if isinstance(engine, LendsWeights):
                 source.settle(engine)
             self._base, sent = (source.base_state(), report), report.bytes

@@ -274,9 +274,9 @@ class Publisher:
         connection.forget()
         trained = trained_source(learner.policy, learner.trainer.precision_plugin) if choice == "auto" else None
         if trained is None:
-            return delivery.weights(source.plain(engine.plain_dtype), None, source.shapes(), self.version)
+            return delivery.weights(source.plain(engine.plain_dtype), None, source.shapes, self.version)
         stream = trained.whole(unchanged, trained.plain_dtype(engine.plain_dtype))
-        return delivery.weights(stream, trained.format, trained.shapes(), self.version)
+        return delivery.weights(stream, trained.format, trained.shapes, self.version)
 
     def _sampler(self, connection: AdapterBeside, change: Change) -> PublishReport:
         """Publish in the rollout format, the adapter beside its base or merged into it."""
@@ -284,7 +284,7 @@ class Publisher:
         if self.spec.adapter is not None:
             return connection.publish(change, self.version)
         stream = source.whole(change, source.plain_dtype(self.engine.plain_dtype))
-        return delivery.weights(stream, source.format, source.shapes(), self.version)
+        return delivery.weights(stream, source.format, source.shapes, self.version)
 
     def _note(self, report: PublishReport) -> None:
         """Log a rollout's publish; of the first, write and tell what was loaded."""

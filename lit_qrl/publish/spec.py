@@ -294,7 +294,7 @@ def source_of(
         if source.head:
             check_head(policy.network)
         check_quantizable(policy.network, format.name, source.exclude)
-        check_shapes(format, source.shapes(), "publisher.exclude", source.exclude)
+        check_shapes(format, source.shapes, "publisher.exclude", source.exclude)
     return source
 
 

@@ -37,7 +37,7 @@ def connected(family, format):
 
 
 def publish(source, delivery, version):
-    return delivery.weights(source.whole(unchanged, None), source.format, source.shapes(), version)
+    return delivery.weights(source.whole(unchanged, None), source.format, source.shapes, version)
 
 
 @torch.no_grad()

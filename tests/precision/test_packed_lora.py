@@ -85,11 +85,11 @@ def source_of(name="nvfp4", format=None, **options):
 
 def test_the_shapes_are_of_the_packed_layers_and_in_another_format_of_all():
     _, source = source_of()
-    assert list(source.shapes()) == LINEARS
-    assert source.shapes()["model.layers.0.self_attn.k_proj"] == (32, 64)
+    assert list(source.shapes) == LINEARS
+    assert source.shapes["model.layers.0.self_attn.k_proj"] == (32, 64)
     assert (source.aligned, source.packed) == (True, True)
     _, other = source_of(format=formats.get("fp8_row"))
-    assert set(other.shapes()) == set(LINEARS)
+    assert set(other.shapes) == set(LINEARS)
     assert (other.aligned, other.packed) == (False, True)
 
 

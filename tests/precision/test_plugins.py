@@ -116,7 +116,7 @@ def test_converting_leaves_the_state_dict_alone_and_is_idempotent(name):
     layers = plugin.layers(made)
     assert sorted(layers) == sorted(plugin.report.swapped) == sorted(LINEARS)
     source = plugin.source(made.policy, plugin.format)
-    assert source.shapes()["model.layers.0.self_attn.k_proj"] == (32, 64)
+    assert source.shapes["model.layers.0.self_attn.k_proj"] == (32, 64)
     assert [key for key, _ in source.plain(None)] == [key for key, _ in made.policy.named_weights()]
     plugin.convert_module(made)
     assert plugin.layers(made) == layers

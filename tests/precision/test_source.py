@@ -47,7 +47,7 @@ def test_the_head_goes_out_in_the_format_where_it_is_asked_for(tmp_path):
     made = CausalPolicy(model_folder(tmp_path, tie_word_embeddings=False))
     made.configure()
     source = WeightSource(made, format, head=True)
-    assert source.shapes()["lm_head"] == tuple(made.network.lm_head.weight.shape)
+    assert source.shapes["lm_head"] == tuple(made.network.lm_head.weight.shape)
     got = dict(source.whole(unchanged, None))
     assert got["lm_head.weight"].dtype == torch.float8_e4m3fn
     assert got["model.embed_tokens.weight"].dtype == torch.float32
@@ -65,15 +65,15 @@ def test_base_and_plain_and_adapter(policy):
     assert plain[f"{LAYER}.weight"].dtype == torch.float32
     factors = dict(source.adapter(torch.bfloat16))
     assert {tensor.dtype for tensor in factors.values()} == {torch.bfloat16}
-    assert len(factors) == 2 * len(source.shapes())
+    assert len(factors) == 2 * len(source.shapes)
 
 
 def test_shapes_leave_out_what_is_excluded(policy):
-    shapes = WeightSource(policy, formats.get("fp8_row")).shapes()
+    shapes = WeightSource(policy, formats.get("fp8_row")).shapes
     layer = policy.network.get_submodule(LAYER)
     assert shapes[LAYER] == (layer.out_features, layer.in_features)
     assert not any("base_layer" in name or "lm_head" in name for name in shapes)
-    fewer = WeightSource(policy, formats.get("fp8_row"), ["*.down_proj"]).shapes()
+    fewer = WeightSource(policy, formats.get("fp8_row"), ["*.down_proj"]).shapes
     assert set(shapes) - set(fewer) == {name for name in shapes if name.endswith("down_proj")}
 
 

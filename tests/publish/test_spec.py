@@ -224,7 +224,7 @@ def test_what_goes_out_multiplied_out_is_what_the_learner_multiplies_by(name, pa
     assert source.aligned
     sent = dict(source.base(torch.bfloat16) if packed else source.whole(lambda name, tensor: tensor, torch.bfloat16))
     layers = plugin.packed(policy) if packed else plugin.layers(network)
-    assert len(layers) == len(source.shapes()) == 14
+    assert len(layers) == len(source.shapes) == 14
     for layer, held in layers.items():
         weight = held.dequantized(torch.bfloat16) if packed else held.prepared(torch.bfloat16).operand
         assert sent[f"{layer}.weight"].equal(weight)

@@ -163,7 +163,7 @@ def test_what_is_gathered_for_a_pass_goes_out_as_it_was_computed_with_and_nothin
         for one, whose in ((plugin, policy), (wanted, rounded_policy))
     )
     assert sent.keys() == expected.keys()
-    for tensor in plugin.source(policy, plugin.format).shapes():
+    for tensor in plugin.source(policy, plugin.format).shapes:
         for part in (f"{tensor}.weight", f"{tensor}.weight_scale", f"{tensor}.weight_packed"):
             if part in sent:
                 assert torch.equal(sent[part].float(), expected[part].float()), part
