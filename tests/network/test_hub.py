@@ -1,9 +1,8 @@
 import sys
 from types import SimpleNamespace
 
-import httpx
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import constants, utils
 
 from lit_qrl.network import hub
 from lit_qrl.network.hub import ask_hub, why_unreachable
@@ -32,14 +31,14 @@ def connecting(monkeypatch):
                 raise answer
 
         asked = []
-        monkeypatch.setattr(httpx, "head", head)
+        monkeypatch.setattr(utils, "get_session", lambda: SimpleNamespace(head=head))
         return asked
 
     return use
 
 
 def test_a_hub_that_cannot_be_reached_is_asked_once_and_never_waited_for(connecting, capsys):
-    asked = connecting(httpx.ConnectError("[Errno -2] Name or service not known"))
+    asked = connecting(OSError("[Errno -2] Name or service not known"))
     ask_hub("the model 'org/name'")
     assert capsys.readouterr().err == (
         "Asking https://hub.invalid for the model 'org/name' …\n"
@@ -63,5 +62,5 @@ def test_a_hub_that_can_be_reached_is_asked_aloud(connecting, capsys):
 
 
 def test_one_that_does_not_answer_in_time_may_later(connecting):
-    connecting(httpx.ConnectTimeout("timed out"))
+    connecting(TimeoutError("timed out"))
     assert why_unreachable(ENDPOINT) is None
