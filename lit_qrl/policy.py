@@ -28,7 +28,6 @@ from lit_qrl.network.folder import (
     FOLDER_REMEDY,
     HUB_REMEDY,
     appearing,
-    check_expert_count,
     local_folder,
     resolve_model,
     write_adapter,
@@ -340,8 +339,10 @@ class CausalPolicy(Described, nn.Module):
                 remedy="Take the model's safetensors: what else a pickle holds could run code.",
             ) from error
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            check_expert_count(self.source, self._hub["revision"], self.config)
-            raise ConfigError(f"The weights of {self.source} cannot be loaded: {error}") from error
+            raise ConfigError(
+                f"The weights of {self.source} cannot be loaded: {error}",
+                remedy="Take config and weights of one model.",
+            ) from error
         if absent := sorted(info["missing_keys"]):
             raise ConfigError(
                 f"The checkpoint of {self.source} lacks {len(absent)} weights of its model.",
