@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_qrl.network.experts import ExpertStack, activation, experts_output
+from lit_qrl.network.experts import ExpertStack, activation, experts_output, one_after_another
 
 
 class ExpertList(nn.Module):
@@ -61,13 +61,13 @@ class ExpertList(nn.Module):
         }
 
     def forward(self, hidden_states: Tensor, chosen: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
-        """Return what the experts make of their tokens; the arguments are those of `routed`."""
+        """Return what the experts make of their tokens; the arguments are those of `experts_output`."""
 
         def multiply(expert: int, matrix: str, rows: Tensor) -> list[Tensor]:
             held: Any = self._modules[str(expert)]
             return [held[leaf](rows) for leaf in self.stack.parts[matrix]]
 
-        return experts_output(self.stack, self, multiply, hidden_states, chosen, weights)
+        return experts_output(self.stack, self, one_after_another(multiply), hidden_states, chosen, weights)
 
     def _apply_gate(self, rows: Tensor) -> Tensor:
         """Return what lies between the two products, as the family's module computes it."""

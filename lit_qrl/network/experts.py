@@ -9,8 +9,8 @@ group like those of a dense layer. The way of such a weight:
    `weight_stream` quantizes them; in a publish without a format the stack goes out as it is.
 2. The embedded sampler, and a packed base, hold an `ExpertList`: a linear layer of codes for each slice
    (`expert_list.py`). Precision plugins put layers over the learner's own stack (`precision/layers/low_bit.py`).
-3. All of them compute by `routed`, as do transformers' own implementations (`ALL_EXPERTS_FUNCTIONS`): tokens sorted by
-   expert, products of an expert's rows, the family's activation between them, and the sum over a token's experts.
+3. All of them compute by `experts_output`, as do transformers' own implementations (`ALL_EXPERTS_FUNCTIONS`): tokens
+   sorted by expert, products of an expert's rows, the activation between them, and the sum over a token's experts.
 
 Routers are no part of it: they keep the learner's precision.
 """
@@ -287,36 +287,7 @@ def activation(module: Any) -> Callable[[Tensor], Tensor]:
 def experts_output(
     stack: ExpertStack,
     module: Any,
-    multiply: Callable[[int, str, Tensor], list[Tensor]],
-    hidden: Tensor,
-    chosen: Tensor | None = None,
-    weights: Tensor | None = None,
-) -> Tensor:
-    """Return what a layer's experts make of its tokens, "tokens hidden".
-
-    Args:
-        stack: how they lie.
-        module: the family's own, or one that has its biases and its activation.
-        multiply: from an expert, the name of a parameter, and rows, to their products with the expert's matrices there.
-        hidden: as `routed` takes it.
-        chosen: as `routed` takes it.
-        weights: as `routed` takes it.
-    """
-    between, (first, last) = activation(module), stack.parts
-
-    def product(expert: int, matrix: str, rows: Tensor) -> Tensor:
-        out, bias = stack.outputs(multiply(expert, matrix, rows)), getattr(module, f"{matrix}_bias", None)
-        return out if bias is None else out + bias[expert].to(out.dtype)
-
-    def one(expert: int, rows: Tensor) -> Tensor:
-        return product(expert, last, between(product(expert, first, rows)))
-
-    return routed(one, stack.count, hidden, chosen, weights)
-
-
-def routed(
-    one: Callable[[int, Tensor], Tensor],
-    count: int,
+    multiply: Callable[[str, Tensor, Tensor], list[Tensor]],
     hidden: Tensor,
     chosen: Tensor | None = None,
     weights: Tensor | None = None,
@@ -324,25 +295,48 @@ def routed(
     """Return the sum over each token's experts of what they make of it: "tokens hidden".
 
     Args:
-        one: from the number of an expert and its rows "rows hidden" to what it makes of them.
-        count: experts.
+        stack: how they lie.
+        module: the family's own, or one that has its biases and its activation.
+        multiply: from the name of a parameter, rows sorted by expert, and where the rows of each end (" experts",
+            int32), to the products with each of the matrices there; `one_after_another` makes it of products of an
+            expert.
         hidden: "tokens hidden"; without `chosen` the rows of all experts, each as many, one expert after another.
         chosen: the experts of each token, "tokens k".
-        weights: of these experts, "tokens k".
-
-    >>> rows, chosen = torch.tensor([[1.0], [2.0]]), torch.tensor([[0, 1], [1, 1]])
-    >>> routed(lambda expert, x: x * (expert + 1), 2, rows, chosen, torch.tensor([[1.0, 0.5], [0.0, 1.0]])).tolist()
-    [[2.0], [4.0]]
+        weights: of these experts, "tokens k"; None without `chosen`.
     """
-    if chosen is None or weights is None:
-        return torch.cat([one(expert, rows) for expert, rows in enumerate(hidden.chunk(count))])
     if not len(hidden):
         return torch.zeros_like(hidden)
-    order = chosen.flatten().argsort(stable=True)
-    rows = hidden[order // chosen.shape[-1]].split(chosen.flatten().bincount(minlength=count).tolist())
-    made = torch.cat([one(expert, part) for expert, part in enumerate(rows) if len(part)])
+    if chosen is None:
+        chosen = torch.arange(len(hidden), device=hidden.device)[:, None] // (len(hidden) // stack.count)
+    between, (first, last) = activation(module), stack.parts
+    experts = chosen.flatten()
+    order = experts.argsort(stable=True)
+    ends = experts.bincount(minlength=stack.count).cumsum(0).to(torch.int32)
+
+    def product(matrix: str, rows: Tensor) -> Tensor:
+        out, bias = stack.outputs(multiply(matrix, rows, ends)), getattr(module, f"{matrix}_bias", None)
+        return out if bias is None else out + bias[experts[order]].to(out.dtype)
+
+    made = product(last, between(product(first, hidden[order // chosen.shape[-1]])))
     # back in the order of the tokens, so that each sum runs over its own experts, whatever else is in the batch
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
-    made = made[back].view(*chosen.shape, -1) * weights.unsqueeze(-1)
-    return made.sum(dim=1).to(hidden.dtype)
+    made = made[back].view(*chosen.shape, -1)
+    return (made if weights is None else made * weights.unsqueeze(-1)).sum(dim=1).to(hidden.dtype)
+
+
+def one_after_another(
+    multiply: Callable[[int, str, Tensor], list[Tensor]],
+) -> Callable[[str, Tensor, Tensor], list[Tensor]]:
+    """Return what `experts_output` takes.
+
+    Args:
+        multiply: from an expert, the name of a parameter, and rows, to their products with the expert's matrices there.
+    """
+
+    def of_all(matrix: str, rows: Tensor, ends: Tensor) -> list[Tensor]:
+        parts = rows.split(ends.diff(prepend=ends.new_zeros(1)).tolist())
+        made = [multiply(expert, matrix, part) for expert, part in enumerate(parts) if len(part)]
+        return [torch.cat(products) for products in zip(*made, strict=True)]
+
+    return of_all
