@@ -122,17 +122,8 @@ def check_separable(config: Any) -> None:
     Args:
         config: the policy's PEFT config.
     """
-    used = [
-        what
-        for what, found in {
-            "use_dora": getattr(config, "use_dora", False),
-            "modules_to_save": getattr(config, "modules_to_save", None),
-            "trainable_token_indices": getattr(config, "trainable_token_indices", None),
-            "bias": getattr(config, "bias", "none") != "none",
-            "target_parameters": getattr(config, "target_parameters", None),
-        }.items()
-        if found
-    ]
+    options = ("use_dora", "modules_to_save", "trainable_token_indices", "bias", "target_parameters")
+    used = [one for one in options if getattr(config, one, None) not in (None, False, [], "none")]
     kind = str(getattr(getattr(config, "peft_type", None), "value", "LORA"))
     if used or kind != "LORA":
         raise ConfigError(
