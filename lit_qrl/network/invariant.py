@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from lit_qrl.errors import ConfigError
 
@@ -308,22 +308,9 @@ class BatchInvariant(TorchFunctionMode):
         fused: whether the learner's fused kernels stay, which are the engine's too.
     """
 
-    entered: list["BatchInvariant"] = []
-    """The modes that are entered now."""
-
     def __init__(self, kernels: Mapping[Any, Callable[..., Tensor]] = KERNELS, fused: bool = False) -> None:
         super().__init__()
         self.kernels, self.fused = kernels, fused
-
-    def __enter__(self) -> "BatchInvariant":
-        """Begin."""
-        BatchInvariant.entered.append(self)
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        """End."""
-        BatchInvariant.entered.pop()
-        super().__exit__(*error)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -346,15 +333,13 @@ def batch_invariant(enabled: bool, product: Product | None = None) -> AbstractCo
 
 def one_by_one() -> bool:
     """Return whether operations must be those of the plain modules now, since a sampler computes them so."""
-    return bool(BatchInvariant.entered) and not BatchInvariant.entered[-1].fused
+    return isinstance(mode := as_entered(), BatchInvariant) and not mode.fused
 
 
 def as_entered() -> AbstractContextManager[object]:
     """Return the context in which a layer is computed again as it is computed now."""
-    if not BatchInvariant.entered:
-        return nullcontext()
-    mode = BatchInvariant.entered[-1]
-    return BatchInvariant(mode.kernels, mode.fused)
+    modes = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, BatchInvariant)]
+    return modes[-1] if modes else nullcontext()
 
 
 @torch.no_grad()
