@@ -129,12 +129,12 @@ def expert_weights(root: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _holders(root: nn.Module) -> Iterator[tuple[str, nn.Module, dict[str, nn.Parameter]]]:
-    """Yield the modules of the text decoder that hold 3-D parameters: their names, themselves, and these."""
+    """Yield the modules of experts: their names, themselves, and their 3-D parameters; there are none held apart."""
     text = set(text_part(root).modules())
     for name, module in checkpoint_modules(root):
         base = base_of(module)
         held = {key: one for key, one in base._parameters.items() if one is not None and one.ndim == 3}
-        if held and base in text and not isinstance(base, _ConvNd):
+        if hasattr(base, "stack") or (held and base in text and not isinstance(base, _ConvNd)):
             yield name, base, held
 
 
@@ -153,14 +153,12 @@ def expert_stacks(root: nn.Module, exclude: Collection[str] = ()) -> dict[str, E
     """
     leaves: dict[str, tuple[str, ...] | None] = {}
     found: dict[str, ExpertStack] = {}
-    for name, module in checkpoint_modules(root):
-        stack = getattr(base_of(module), "stack", None)
-        if isinstance(stack, ExpertStack):
-            found[name] = stack
     for name, module, held in _holders(root):
-        if name not in found and (stack := _stack(root, name, module, held, leaves)) is not None:
+        own = getattr(module, "stack", None)
+        stack = own if isinstance(own, ExpertStack) else _stack(root, name, module, held, leaves)
+        if stack is not None and not _excluded(stack, exclude):
             found[name] = stack
-    return {name: stack for name, stack in found.items() if not _excluded(stack, exclude)}
+    return found
 
 
 def unknown_experts(root: nn.Module, exclude: Collection[str] = ()) -> dict[str, nn.Parameter]:
@@ -229,16 +227,12 @@ def names_apart(root: Any, names: Collection[str]) -> dict[str, str]:
 
 
 def _excluded(stack: ExpertStack, exclude: Collection[str]) -> bool:
-    if not exclude:
-        return False
-    named = []
-    for matrix in stack.parts:
-        whole = (stack.name, f"{stack.name}.{matrix}")
-        if any(fnmatchcase(name, glob) for name in whole for glob in exclude):
-            named += stack.layers(matrix)
-        else:
-            named += [name for name in stack.layers(matrix) if any(fnmatchcase(name, glob) for glob in exclude)]
-    left = [name for name in stack.layers() if name not in set(named)]
+    matched = {
+        name: any(fnmatchcase(one, glob) for glob in exclude for one in (name, stack.name, f"{stack.name}.{matrix}"))
+        for matrix in stack.parts
+        for name in stack.layers(matrix)
+    }
+    named, left = ([name for name, match in matched.items() if match == which] for which in (True, False))
     if named and left:
         raise ConfigError(
             f"The globs that leave layers out split the experts of {stack.name}, which engines hold in one format.",
