@@ -132,7 +132,7 @@ class FolderReader:
         folder: with `model.safetensors`, or shards and their index.
 
     Raises:
-        ConfigError: without safetensors, for a shard that is missing or truncated, or an index that does not fit.
+        ConfigError: without safetensors, or for a shard or an index that cannot be read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -142,22 +142,14 @@ class FolderReader:
         self.bytes = 0
         self._files: dict[str, Path] = {}
         self._stored: dict[str, str] = {}
-        listed = self._listed()
-        for path in sorted(set(listed.values())) if listed else [folder / _SINGLE]:
+        for path in self._listed():
             self._read_header(path)
-        absent = sorted(set(listed) - set(self._files))
-        if absent:
-            raise ConfigError(
-                f"{folder / INDEX} names {len(absent)} tensors that its shards do not hold.",
-                expected=f"{absent[0]} in {listed[absent[0]].name}",
-                remedy="Copy or download the folder again.",
-            )
 
-    def _listed(self) -> dict[str, Path]:
+    def _listed(self) -> list[Path]:
         index = self.folder / INDEX
         if not index.is_file():
             if (self.folder / _SINGLE).is_file():
-                return {}
+                return [self.folder / _SINGLE]
             raise ConfigError(
                 f"The folder {self.folder} has no weights that can be read layer by layer.",
                 expected=f"{_SINGLE}, or shards and {INDEX}",
@@ -165,8 +157,7 @@ class FolderReader:
                 remedy="Save the model with save_pretrained, which writes safetensors.",
             )
         try:
-            listed = json.loads(index.read_text())["weight_map"]
-            return {name: self.folder / file for name, file in listed.items()}
+            return sorted({self.folder / file for file in json.loads(index.read_text())["weight_map"].values()})
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(f"{index} is no index of shards.", expected="JSON with a weight_map") from error
 
@@ -177,15 +168,9 @@ class FolderReader:
                     part = file.get_slice(name)
                     self._files[name] = path
                     self.shapes[name], self.dtypes[name] = tuple(part.get_shape()), part.get_dtype()
-        except FileNotFoundError as error:
-            raise ConfigError(
-                f"The shard {path} does not exist.", expected="every file that the index names"
-            ) from error
         except (SafetensorError, OSError) as error:
-            size = path.stat().st_size if path.exists() else 0
             raise ConfigError(
-                f"The shard {path} is truncated or damaged: {str(error).rstrip('.')}.",
-                given=f"a file of {size} bytes",
+                f"The shard {path} is missing, truncated or damaged: {str(error).rstrip('.')}.",
                 remedy="Copy or download it again.",
             ) from error
         self.bytes += path.stat().st_size
