@@ -102,15 +102,6 @@ def is_padding_free(network: Any) -> bool:
     return network.config.get_text_config()._attn_implementation == ATTENTION
 
 
-def padded_attention(implementation: str) -> str:
-    """Return the attention implementation that a model had before `enable_padding_free`.
-
-    >>> padded_attention("eager")
-    'eager'
-    """
-    return "sdpa" if implementation == ATTENTION else implementation
-
-
 def laid_out(network: Any, batch: RolloutBatch) -> RolloutBatch:
     """Return a batch with the layout that a model's forward pass would make of it, so that the pass waits for nothing.
 
