@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_qrl.network.experts import ExpertStack, activation, experts_output, one_after_another
+from lit_qrl.network.experts import ExpertStack, experts_output, one_after_another
 
 
 class ExpertList(nn.Module):
@@ -68,10 +68,6 @@ class ExpertList(nn.Module):
             return [held[leaf](rows) for leaf in self.stack.parts[matrix]]
 
         return experts_output(self.stack, self, one_after_another(multiply), hidden_states, chosen, weights)
-
-    def _apply_gate(self, rows: Tensor) -> Tensor:
-        """Return what lies between the two products, as the family's module computes it."""
-        return activation(self._plain[0])(rows)
 
 
 def hold_apart(network: nn.Module, stacks: Mapping[str, ExpertStack]) -> None:

@@ -263,19 +263,17 @@ def activation(module: Any) -> Callable[[Tensor], Tensor]:
     """Return what lies between the two products of a family's experts: from "rows gate+up" to "rows inner".
 
     Args:
-        module: the family's own.
+        module: the family's own, or a layer of ours in its place, which keeps it as `_plain`.
     """
-    own = getattr(module, "_apply_gate", None)
-    if not getattr(module, "has_gate", True):
-        return module.act_fn
-    if own is not None:
-        return own
+    (family,) = getattr(module, "_plain", (module,))
+    if not getattr(family, "has_gate", True):
+        return family.act_fn
 
     def gated(rows: Tensor) -> Tensor:
         gate, up = rows.chunk(2, dim=-1)
-        return module.act_fn(gate) * up
+        return family.act_fn(gate) * up
 
-    return gated
+    return getattr(family, "_apply_gate", gated)
 
 
 def experts_output(
@@ -290,7 +288,7 @@ def experts_output(
 
     Args:
         stack: how they lie.
-        module: the family's own, or one that has its biases and its activation.
+        module: as `activation` takes it, with its biases.
         multiply: from the name of a parameter, rows sorted by expert, and where the rows of each end (" experts",
             int32), to the products with each of the matrices there; `one_after_another` makes it of products of an
             expert.

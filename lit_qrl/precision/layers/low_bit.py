@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from lit_qrl.formats.base import NumberFormat, PreparedWeight, QuantizedWeight
 from lit_qrl.network.autocast import autocast_input
-from lit_qrl.network.experts import ExpertStack, activation, experts_output, one_after_another
+from lit_qrl.network.experts import ExpertStack, experts_output, one_after_another
 from lit_qrl.network.grouped import can_group, grouped_product
 from lit_qrl.network.linears import fused_groups
 from lit_qrl.network.stream import Finite, quantize_named
@@ -291,10 +291,6 @@ class LowBitExperts(nn.Module):
 
             made.append(grouped_product(rows, ends, operand, weight, backward))
         return made
-
-    def _apply_gate(self, rows: Tensor) -> Tensor:
-        """Return what lies between the two products, as the family's module computes it."""
-        return activation(self._plain[0])(rows)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "LowBitExperts":
         super()._apply(fn, recurse)
