@@ -24,9 +24,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from lit_qrl.errors import ConfigError, listed
-from lit_qrl.network.names import base_of, checkpoint_modules, stored_names
+from lit_qrl.network.names import base_of, checkpoint_modules
 from lit_qrl.network.names import stored as stored_as
 from lit_qrl.network.structure import EXPERT_LAYOUTS, text_part
 from lit_qrl.receipts.checksum import slices
@@ -205,14 +207,21 @@ def _leaves(
     return known[key]
 
 
-def names_apart(root: Any, names: Collection[str]) -> dict[str, str]:
-    """Return what `stored_names` does, with the experts that a checkpoint holds one by one under the names of `layers`.
+def stored_names(root: Any, names: Iterable[str]) -> dict[str, str]:
+    """Return by the names of a model's tensors those under which a checkpoint holds them, as transformers reads it.
+
+    Experts that a checkpoint holds one by one have the names of `ExpertStack.layers`.
 
     Args:
         root: a Hugging Face model; its weights need not be there.
         names: of the checkpoint's tensors: weights, or codes and scales.
+
+    >>> from lit_qrl.network.structure import outline
+    >>> from transformers import GPTNeoXConfig
+    >>> stored_names(outline(GPTNeoXConfig(num_hidden_layers=1)), ["embed_out.weight"])
+    {'lm_head.weight': 'embed_out.weight'}
     """
-    theirs: dict[str, str] = {}
+    apart: dict[str, str] = {}
     for stack in expert_stacks(root).values():
         for matrix, leaves in stack.parts.items() if stack.apart else ():
             rows, columns = stack.shapes[leaves[0]]
@@ -220,10 +229,16 @@ def names_apart(root: Any, names: Collection[str]) -> dict[str, str]:
             whole = torch.empty((stack.count, *sizes), device="meta")
             for layer in (name.removesuffix(".weight") for name in stored_as(root, f"{stack.name}.{matrix}", whole)):
                 expert, leaf = layer.split(".")[-2:]
-                theirs[layer] = f"{stack.name}.{expert}.{leaf}"
-    found = {name: name.partition(".weight") for name in names}
-    apart = {f"{theirs[layer]}{mark}{rest}": name for name, (layer, mark, rest) in found.items() if layer in theirs}
-    return {**stored_names(root, set(names) - set(apart.values())), **apart}
+                apart[layer] = f"{stack.name}.{expert}.{leaf}"
+    conversions = get_model_conversion_mapping(root)
+    renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
+    others: list[Any] = [one for one in conversions if not isinstance(one, WeightRenaming)]
+    found: dict[str, str] = {}
+    for name in names:
+        layer, mark, rest = name.partition(".weight")
+        renamed, computed = rename_source_key(name, renamings, others)
+        found[f"{apart[layer]}{mark}{rest}" if layer in apart else name if computed else renamed] = name
+    return found
 
 
 def _excluded(stack: ExpertStack, exclude: Collection[str]) -> bool:

@@ -184,7 +184,7 @@ class FolderReader:
         """Know all tensors by other names from here on.
 
         Args:
-            stored: names in the files by those that they shall have (`network.names.stored_names`).
+            stored: names in the files by those that they shall have (`network.experts.stored_names`).
         """
         self._stored = dict(stored)
         self.shapes = {name: self.shapes[other] for name, other in stored.items()}
