@@ -22,7 +22,6 @@ from lit_qrl.errors import ConfigError, check_choice
 from lit_qrl.functional.logprobs import Pick, token_logprobs
 from lit_qrl.functional.vocabulary_kl import vocabulary_kl
 from lit_qrl.network.adapters import check_adapter, merged_weights, starts_from_base, with_adapter
-from lit_qrl.network.attention import implementation
 from lit_qrl.network.chat import chat_ids, turn_ids, with_special_tokens
 from lit_qrl.network.denoising import check_causal
 from lit_qrl.network.folder import (
@@ -41,7 +40,7 @@ from lit_qrl.network.memory import SelectiveRecomputation, compute_again, room_f
 from lit_qrl.network.modes import train_without_dropout
 from lit_qrl.network.padding_free import enable_padding_free, is_padding_free, spread
 from lit_qrl.network.shards import whole
-from lit_qrl.network.structure import compute_frequencies_on_the_cpu
+from lit_qrl.network.structure import compute_frequencies_on_the_cpu, implementation
 from lit_qrl.precision.deferred import DeferredWeights, deferred_folder, weights_are_deferred
 from lit_qrl.precision.layers.lora_linear import keep_factors, swap_lora_linears
 from lit_qrl.precision.layers.low_bit import LowBitWeight

@@ -16,8 +16,7 @@ from lit_qrl.errors import ConfigError, listed
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.formats.numerics import NONFINITE_REMEDY
 from lit_qrl.formats.support import names_where, row_of
-from lit_qrl.network.expert_list import hold_apart
-from lit_qrl.network.experts import ExpertStack, expert_stacks, stored_names
+from lit_qrl.network.experts import ExpertStack, expert_stacks, hold_apart, stored_names
 from lit_qrl.network.folder import FolderReader, FolderWriter, appearing, copy_side_files, read_config
 from lit_qrl.network.linears import (
     check_quantizable,

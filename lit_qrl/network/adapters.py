@@ -14,8 +14,7 @@ from peft.utils import transformers_weight_conversion
 from torch import Tensor, nn
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.network.expert_list import ExpertList
-from lit_qrl.network.experts import expert_stacks, expert_weights
+from lit_qrl.network.experts import ExpertList, expert_stacks, expert_weights
 from lit_qrl.network.linears import quantizable_linears, routers_of
 from lit_qrl.network.names import base_of, checkpoint_modules, checkpoint_name, is_adapted
 from lit_qrl.network.quantized_linear import QuantizedLinear

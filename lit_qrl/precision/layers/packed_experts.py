@@ -10,8 +10,7 @@ from torch import Tensor
 from lit_qrl.formats.base import QuantizedWeight
 from lit_qrl.formats.support import row_of
 from lit_qrl.network.autocast import autocast_input
-from lit_qrl.network.expert_list import ExpertList
-from lit_qrl.network.experts import experts_output
+from lit_qrl.network.experts import ExpertList, experts_output
 from lit_qrl.network.grouped import can_group, grouped_product
 from lit_qrl.precision.layers.packed_linear import PackedLinear
 from lit_qrl.receipts.checksum import slice_of

@@ -12,8 +12,7 @@ from torch.nn import functional as F
 from lit_qrl.errors import nearest
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.network.autocast import autocast_input
-from lit_qrl.network.expert_list import ExpertList
-from lit_qrl.network.experts import ExpertStack, expert_stacks
+from lit_qrl.network.experts import ExpertList, ExpertStack, expert_stacks
 from lit_qrl.network.names import kept_in_fp32
 from lit_qrl.network.padding_free import ATTENTION
 from lit_qrl.network.quantized_linear import QuantizedLinear
