@@ -104,13 +104,9 @@ class ExpertStack:
             matrix: the parameter's name.
             weights: by the names of `layers`, "out in".
         """
-        names, leaves = list(self.layers(matrix)), self.parts[matrix]
-        stack = []
-        for first in range(0, len(names), len(leaves)):
-            rows = [weights[name] for name in names[first : first + len(leaves)]]
-            one = self.outputs([row.t() for row in rows]).t()
-            stack.append(one.t() if self.transposed else one)
-        return torch.stack(stack)
+        names = [[f"{self.name}.{expert}.{leaf}" for expert in range(self.count)] for leaf in self.parts[matrix]]
+        whole = self.outputs([torch.stack([weights[name] for name in own]).mT for own in names])
+        return (whole if self.transposed else whole.mT).contiguous()
 
     def outputs(self, parts: list[Tensor]) -> Tensor:
         """Return the products "rows out" with an expert's matrices of one parameter as the model's own code has it."""
