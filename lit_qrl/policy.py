@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Literal
@@ -21,14 +22,12 @@ from lit_qrl.errors import ConfigError, check_choice
 from lit_qrl.functional.logprobs import Pick, token_logprobs
 from lit_qrl.functional.vocabulary_kl import vocabulary_kl
 from lit_qrl.network.adapters import check_adapter, merged_weights, starts_from_base, with_adapter
-from lit_qrl.network.attention import implementation
 from lit_qrl.network.chat import chat_ids, turn_ids, with_special_tokens
 from lit_qrl.network.denoising import check_causal
 from lit_qrl.network.folder import (
     FOLDER_REMEDY,
     HUB_REMEDY,
     appearing,
-    check_expert_count,
     local_folder,
     resolve_model,
     write_adapter,
@@ -40,9 +39,8 @@ from lit_qrl.network.invariant import Product, batch_invariant
 from lit_qrl.network.memory import SelectiveRecomputation, compute_again, room_for_logits
 from lit_qrl.network.modes import train_without_dropout
 from lit_qrl.network.padding_free import enable_padding_free, is_padding_free, spread
-from lit_qrl.network.reference import Reference
 from lit_qrl.network.shards import whole
-from lit_qrl.network.structure import compute_frequencies_on_the_cpu
+from lit_qrl.network.structure import compute_frequencies_on_the_cpu, implementation
 from lit_qrl.precision.deferred import DeferredWeights, deferred_folder, weights_are_deferred
 from lit_qrl.precision.layers.lora_linear import keep_factors, swap_lora_linears
 from lit_qrl.precision.layers.low_bit import LowBitWeight
@@ -57,6 +55,22 @@ log = logging.getLogger(__name__)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 AT_ONCE = 1024
 """Prompts that the tokenizer is given in one call, of which it holds more than the ids."""
+
+
+class Reference(nn.Module):
+    """A frozen network that scores as a module of its own, so that its weights may be divided over processes.
+
+    Args:
+        network: Hugging Face's.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, scores: Callable[..., Any], *arguments: Any) -> Any:
+        """Return `scores(network, …)`."""
+        return scores(self.network, *arguments)
 
 
 class CausalPolicy(Described, nn.Module):
@@ -199,21 +213,17 @@ class CausalPolicy(Described, nn.Module):
             tools: descriptions of tools, for the template.
         """
         arguments = self.chat_template_args if tools is None else {**self.chat_template_args, "tools": list(tools)}
-        found = []
-        for start in range(0, len(prompts), AT_ONCE):
-            some = prompts[start : start + AT_ONCE]
-            texts = [prompt for prompt in some if isinstance(prompt, str)]
-            chats = [prompt for prompt in some if not isinstance(prompt, str)]
-            of_texts = iter(self.tokenizer(texts)["input_ids"] if texts else ())
-            of_chats = iter(chat_ids(self.tokenizer, chats, arguments, self.source) if chats else ())
-            for prompt in some:
-                if isinstance(prompt, str):
-                    ids = next(of_texts)
+        found: list[list[int]] = []
+        for plain, alike in groupby(prompts, lambda prompt: isinstance(prompt, str)):
+            some: list[Any] = list(alike)
+            for part in (some[start : start + AT_ONCE] for start in range(0, len(some), AT_ONCE)):
+                if not plain:
+                    found += chat_ids(self.tokenizer, part, arguments, self.source)
+                    continue
+                for prompt, ids in zip(part, self.tokenizer(part)["input_ids"], strict=True):
                     # Some tokenizers end every text; a completion cannot follow an end token.
                     ended = ids and ids[-1] == self.tokenizer.eos_token_id
                     found.append(ids[:-1] if ended and not prompt.endswith(self.tokenizer.eos_token) else ids)
-                else:
-                    found.append(next(of_chats))
         return found
 
     def encode_turn(self, messages: Sequence[Mapping[str, Any]], chat: bool) -> list[int]:
@@ -340,8 +350,10 @@ class CausalPolicy(Described, nn.Module):
                 remedy="Take the model's safetensors: what else a pickle holds could run code.",
             ) from error
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            check_expert_count(self.source, self._hub["revision"], self.config)
-            raise ConfigError(f"The weights of {self.source} cannot be loaded: {error}") from error
+            raise ConfigError(
+                f"The weights of {self.source} cannot be loaded: {error}",
+                remedy="Take config and weights of one model.",
+            ) from error
         if absent := sorted(info["missing_keys"]):
             raise ConfigError(
                 f"The checkpoint of {self.source} lacks {len(absent)} weights of its model.",

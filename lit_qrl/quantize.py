@@ -16,8 +16,7 @@ from lit_qrl.errors import ConfigError, listed
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.formats.numerics import NONFINITE_REMEDY
 from lit_qrl.formats.support import names_where, row_of
-from lit_qrl.network.expert_list import hold_apart
-from lit_qrl.network.experts import ExpertStack, expert_stacks, names_apart
+from lit_qrl.network.experts import ExpertStack, expert_stacks, hold_apart, stored_names
 from lit_qrl.network.folder import FolderReader, FolderWriter, appearing, copy_side_files, read_config
 from lit_qrl.network.linears import (
     check_quantizable,
@@ -131,7 +130,7 @@ def quantize_checkpoint(
     network = _skeleton(source)
     layers = _chosen(network, format, exclude)
     mixture = plain_mixtures(network, exclude)
-    checkpoint.rename(names_apart(network, checkpoint.names))
+    checkpoint.rename(stored_names(network, checkpoint.names))
     hold_apart(network, {name: stack for name, stack in expert_stacks(network).items() if stack.apart})
     _check_names(network, checkpoint)
     parameters = sum(rows * columns for rows, columns in layers.values())

@@ -14,8 +14,7 @@ from peft.utils import transformers_weight_conversion
 from torch import Tensor, nn
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.network.expert_list import ExpertList
-from lit_qrl.network.experts import expert_stacks, expert_weights
+from lit_qrl.network.experts import ExpertList, expert_stacks, expert_weights
 from lit_qrl.network.linears import quantizable_linears, routers_of
 from lit_qrl.network.names import base_of, checkpoint_modules, checkpoint_name, is_adapted
 from lit_qrl.network.quantized_linear import QuantizedLinear
@@ -122,17 +121,8 @@ def check_separable(config: Any) -> None:
     Args:
         config: the policy's PEFT config.
     """
-    used = [
-        what
-        for what, found in {
-            "use_dora": getattr(config, "use_dora", False),
-            "modules_to_save": getattr(config, "modules_to_save", None),
-            "trainable_token_indices": getattr(config, "trainable_token_indices", None),
-            "bias": getattr(config, "bias", "none") != "none",
-            "target_parameters": getattr(config, "target_parameters", None),
-        }.items()
-        if found
-    ]
+    options = ("use_dora", "modules_to_save", "trainable_token_indices", "bias", "target_parameters")
+    used = [one for one in options if getattr(config, one, None) not in (None, False, [], "none")]
     kind = str(getattr(getattr(config, "peft_type", None), "value", "LORA"))
     if used or kind != "LORA":
         raise ConfigError(

@@ -7,10 +7,10 @@ group like those of a dense layer. The way of such a weight:
 
 1. The learner holds the stack. `unstacked` cuts a stream of its tensors into slices, which are views, before
    `weight_stream` quantizes them; in a publish without a format the stack goes out as it is.
-2. The embedded sampler, and a packed base, hold an `ExpertList`: a linear layer of codes for each slice
-   (`expert_list.py`). Precision plugins put layers over the learner's own stack (`precision/layers/low_bit.py`).
-3. All of them compute by `routed`, as do transformers' own implementations (`ALL_EXPERTS_FUNCTIONS`): tokens sorted by
-   expert, products of an expert's rows, the family's activation between them, and the sum over a token's experts.
+2. The embedded sampler, and a packed base, hold an `ExpertList`: a linear layer of codes for each slice. Precision
+   plugins put layers over the learner's own stack (`precision/layers/low_bit.py`).
+3. All of them compute by `experts_output`, as do transformers' own implementations (`ALL_EXPERTS_FUNCTIONS`): tokens
+   sorted by expert, products of an expert's rows, the activation between them, and the sum over a token's experts.
 
 Routers are no part of it: they keep the learner's precision.
 """
@@ -24,9 +24,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from lit_qrl.errors import ConfigError, listed
-from lit_qrl.network.names import base_of, checkpoint_modules, stored_names
+from lit_qrl.network.names import base_of, checkpoint_modules
 from lit_qrl.network.names import stored as stored_as
 from lit_qrl.network.structure import EXPERT_LAYOUTS, text_part
 from lit_qrl.receipts.checksum import slices
@@ -102,13 +104,9 @@ class ExpertStack:
             matrix: the parameter's name.
             weights: by the names of `layers`, "out in".
         """
-        names, leaves = list(self.layers(matrix)), self.parts[matrix]
-        stack = []
-        for first in range(0, len(names), len(leaves)):
-            rows = [weights[name] for name in names[first : first + len(leaves)]]
-            one = self.outputs([row.t() for row in rows]).t()
-            stack.append(one.t() if self.transposed else one)
-        return torch.stack(stack)
+        names = [[f"{self.name}.{expert}.{leaf}" for expert in range(self.count)] for leaf in self.parts[matrix]]
+        whole = self.outputs([torch.stack([weights[name] for name in own]).mT for own in names])
+        return (whole if self.transposed else whole.mT).contiguous()
 
     def outputs(self, parts: list[Tensor]) -> Tensor:
         """Return the products "rows out" with an expert's matrices of one parameter as the model's own code has it."""
@@ -129,12 +127,12 @@ def expert_weights(root: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _holders(root: nn.Module) -> Iterator[tuple[str, nn.Module, dict[str, nn.Parameter]]]:
-    """Yield the modules of the text decoder that hold 3-D parameters: their names, themselves, and these."""
+    """Yield the modules of experts: their names, themselves, and their 3-D parameters; there are none held apart."""
     text = set(text_part(root).modules())
     for name, module in checkpoint_modules(root):
         base = base_of(module)
         held = {key: one for key, one in base._parameters.items() if one is not None and one.ndim == 3}
-        if held and base in text and not isinstance(base, _ConvNd):
+        if hasattr(base, "stack") or (held and base in text and not isinstance(base, _ConvNd)):
             yield name, base, held
 
 
@@ -153,14 +151,12 @@ def expert_stacks(root: nn.Module, exclude: Collection[str] = ()) -> dict[str, E
     """
     leaves: dict[str, tuple[str, ...] | None] = {}
     found: dict[str, ExpertStack] = {}
-    for name, module in checkpoint_modules(root):
-        stack = getattr(base_of(module), "stack", None)
-        if isinstance(stack, ExpertStack):
-            found[name] = stack
     for name, module, held in _holders(root):
-        if name not in found and (stack := _stack(root, name, module, held, leaves)) is not None:
+        own = getattr(module, "stack", None)
+        stack = own if isinstance(own, ExpertStack) else _stack(root, name, module, held, leaves)
+        if stack is not None and not _excluded(stack, exclude):
             found[name] = stack
-    return {name: stack for name, stack in found.items() if not _excluded(stack, exclude)}
+    return found
 
 
 def unknown_experts(root: nn.Module, exclude: Collection[str] = ()) -> dict[str, nn.Parameter]:
@@ -207,14 +203,21 @@ def _leaves(
     return known[key]
 
 
-def names_apart(root: Any, names: Collection[str]) -> dict[str, str]:
-    """Return what `stored_names` does, with the experts that a checkpoint holds one by one under the names of `layers`.
+def stored_names(root: Any, names: Iterable[str]) -> dict[str, str]:
+    """Return by the names of a model's tensors those under which a checkpoint holds them, as transformers reads it.
+
+    Experts that a checkpoint holds one by one have the names of `ExpertStack.layers`.
 
     Args:
         root: a Hugging Face model; its weights need not be there.
         names: of the checkpoint's tensors: weights, or codes and scales.
+
+    >>> from lit_qrl.network.structure import outline
+    >>> from transformers import GPTNeoXConfig
+    >>> stored_names(outline(GPTNeoXConfig(num_hidden_layers=1)), ["embed_out.weight"])
+    {'lm_head.weight': 'embed_out.weight'}
     """
-    theirs: dict[str, str] = {}
+    apart: dict[str, str] = {}
     for stack in expert_stacks(root).values():
         for matrix, leaves in stack.parts.items() if stack.apart else ():
             rows, columns = stack.shapes[leaves[0]]
@@ -222,23 +225,25 @@ def names_apart(root: Any, names: Collection[str]) -> dict[str, str]:
             whole = torch.empty((stack.count, *sizes), device="meta")
             for layer in (name.removesuffix(".weight") for name in stored_as(root, f"{stack.name}.{matrix}", whole)):
                 expert, leaf = layer.split(".")[-2:]
-                theirs[layer] = f"{stack.name}.{expert}.{leaf}"
-    found = {name: name.partition(".weight") for name in names}
-    apart = {f"{theirs[layer]}{mark}{rest}": name for name, (layer, mark, rest) in found.items() if layer in theirs}
-    return {**stored_names(root, set(names) - set(apart.values())), **apart}
+                apart[layer] = f"{stack.name}.{expert}.{leaf}"
+    conversions = get_model_conversion_mapping(root)
+    renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
+    others: list[Any] = [one for one in conversions if not isinstance(one, WeightRenaming)]
+    found: dict[str, str] = {}
+    for name in names:
+        layer, mark, rest = name.partition(".weight")
+        renamed, computed = rename_source_key(name, renamings, others)
+        found[f"{apart[layer]}{mark}{rest}" if layer in apart else name if computed else renamed] = name
+    return found
 
 
 def _excluded(stack: ExpertStack, exclude: Collection[str]) -> bool:
-    if not exclude:
-        return False
-    named = []
-    for matrix in stack.parts:
-        whole = (stack.name, f"{stack.name}.{matrix}")
-        if any(fnmatchcase(name, glob) for name in whole for glob in exclude):
-            named += stack.layers(matrix)
-        else:
-            named += [name for name in stack.layers(matrix) if any(fnmatchcase(name, glob) for glob in exclude)]
-    left = [name for name in stack.layers() if name not in set(named)]
+    matched = {
+        name: any(fnmatchcase(one, glob) for glob in exclude for one in (name, stack.name, f"{stack.name}.{matrix}"))
+        for matrix in stack.parts
+        for name in stack.layers(matrix)
+    }
+    named, left = ([name for name, match in matched.items() if match == which] for which in (True, False))
     if named and left:
         raise ConfigError(
             f"The globs that leave layers out split the experts of {stack.name}, which engines hold in one format.",
@@ -269,54 +274,23 @@ def activation(module: Any) -> Callable[[Tensor], Tensor]:
     """Return what lies between the two products of a family's experts: from "rows gate+up" to "rows inner".
 
     Args:
-        module: the family's own.
+        module: the family's own, or a layer of ours in its place, which keeps it as `_plain`.
     """
-    own = getattr(module, "_apply_gate", None)
-    if not getattr(module, "has_gate", True):
-        return module.act_fn
-    if own is not None:
-        return own
+    (family,) = getattr(module, "_plain", (module,))
+    if not getattr(family, "has_gate", True):
+        return family.act_fn
 
     def gated(rows: Tensor) -> Tensor:
         gate, up = rows.chunk(2, dim=-1)
-        return module.act_fn(gate) * up
+        return family.act_fn(gate) * up
 
-    return gated
+    return getattr(family, "_apply_gate", gated)
 
 
 def experts_output(
     stack: ExpertStack,
     module: Any,
-    multiply: Callable[[int, str, Tensor], list[Tensor]],
-    hidden: Tensor,
-    chosen: Tensor | None = None,
-    weights: Tensor | None = None,
-) -> Tensor:
-    """Return what a layer's experts make of its tokens, "tokens hidden".
-
-    Args:
-        stack: how they lie.
-        module: the family's own, or one that has its biases and its activation.
-        multiply: from an expert, the name of a parameter, and rows, to their products with the expert's matrices there.
-        hidden: as `routed` takes it.
-        chosen: as `routed` takes it.
-        weights: as `routed` takes it.
-    """
-    between, (first, last) = activation(module), stack.parts
-
-    def product(expert: int, matrix: str, rows: Tensor) -> Tensor:
-        out, bias = stack.outputs(multiply(expert, matrix, rows)), getattr(module, f"{matrix}_bias", None)
-        return out if bias is None else out + bias[expert].to(out.dtype)
-
-    def one(expert: int, rows: Tensor) -> Tensor:
-        return product(expert, last, between(product(expert, first, rows)))
-
-    return routed(one, stack.count, hidden, chosen, weights)
-
-
-def routed(
-    one: Callable[[int, Tensor], Tensor],
-    count: int,
+    multiply: Callable[[str, Tensor, Tensor], list[Tensor]],
     hidden: Tensor,
     chosen: Tensor | None = None,
     weights: Tensor | None = None,
@@ -324,25 +298,133 @@ def routed(
     """Return the sum over each token's experts of what they make of it: "tokens hidden".
 
     Args:
-        one: from the number of an expert and its rows "rows hidden" to what it makes of them.
-        count: experts.
+        stack: how they lie.
+        module: as `activation` takes it, with its biases.
+        multiply: from the name of a parameter, rows sorted by expert, and where the rows of each end (" experts",
+            int32), to the products with each of the matrices there; `one_after_another` makes it of products of an
+            expert.
         hidden: "tokens hidden"; without `chosen` the rows of all experts, each as many, one expert after another.
         chosen: the experts of each token, "tokens k".
-        weights: of these experts, "tokens k".
-
-    >>> rows, chosen = torch.tensor([[1.0], [2.0]]), torch.tensor([[0, 1], [1, 1]])
-    >>> routed(lambda expert, x: x * (expert + 1), 2, rows, chosen, torch.tensor([[1.0, 0.5], [0.0, 1.0]])).tolist()
-    [[2.0], [4.0]]
+        weights: of these experts, "tokens k"; None without `chosen`.
     """
-    if chosen is None or weights is None:
-        return torch.cat([one(expert, rows) for expert, rows in enumerate(hidden.chunk(count))])
     if not len(hidden):
         return torch.zeros_like(hidden)
-    order = chosen.flatten().argsort(stable=True)
-    rows = hidden[order // chosen.shape[-1]].split(chosen.flatten().bincount(minlength=count).tolist())
-    made = torch.cat([one(expert, part) for expert, part in enumerate(rows) if len(part)])
+    if chosen is None:
+        chosen = torch.arange(len(hidden), device=hidden.device)[:, None] // (len(hidden) // stack.count)
+    between, (first, last) = activation(module), stack.parts
+    experts = chosen.flatten()
+    order = experts.argsort(stable=True)
+    ends = experts.bincount(minlength=stack.count).cumsum(0).to(torch.int32)
+
+    def product(matrix: str, rows: Tensor) -> Tensor:
+        out, bias = stack.outputs(multiply(matrix, rows, ends)), getattr(module, f"{matrix}_bias", None)
+        return out if bias is None else out + bias[experts[order]].to(out.dtype)
+
+    made = product(last, between(product(first, hidden[order // chosen.shape[-1]])))
     # back in the order of the tokens, so that each sum runs over its own experts, whatever else is in the batch
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
-    made = made[back].view(*chosen.shape, -1) * weights.unsqueeze(-1)
-    return made.sum(dim=1).to(hidden.dtype)
+    made = made[back].view(*chosen.shape, -1)
+    return (made if weights is None else made * weights.unsqueeze(-1)).sum(dim=1).to(hidden.dtype)
+
+
+def one_after_another(
+    multiply: Callable[[int, str, Tensor], list[Tensor]],
+) -> Callable[[str, Tensor, Tensor], list[Tensor]]:
+    """Return what `experts_output` takes.
+
+    Args:
+        multiply: from an expert, the name of a parameter, and rows, to their products with the expert's matrices there.
+    """
+
+    def of_all(matrix: str, rows: Tensor, ends: Tensor) -> list[Tensor]:
+        parts = rows.split(ends.diff(prepend=ends.new_zeros(1)).tolist())
+        made = [multiply(expert, matrix, part) for expert, part in enumerate(parts) if len(part)]
+        return [torch.cat(products) for products in zip(*made, strict=True)]
+
+    return of_all
+
+
+class ExpertList(nn.Module):
+    """What stands in the place of stacked experts: `0.gate_proj`, `0.up_proj`, `0.down_proj`, `1.gate_proj`, …
+
+    It computes as the family's own module does, with the same activation and biases, whose names and values it keeps.
+
+    Args:
+        stack: how they lay.
+        plain: the family's own module, which gives its matrices up.
+        linear: from a matrix's (out, in) to the layer that multiplies by it, without a bias.
+    """
+
+    is_swapped = True
+
+    def __init__(self, stack: ExpertStack, plain: nn.Module, linear: Callable[[tuple[int, int]], nn.Module]) -> None:
+        super().__init__()
+        self.stack = stack
+        self._plain = (plain,)  # no submodule: its matrices are gone, and its activation is wanted
+        for name, parameter in plain._parameters.items():
+            if name in stack.parts:
+                assert parameter is not None
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+                plain._parameters[name] = nn.Parameter(empty, requires_grad=False)
+            else:
+                self._parameters[name] = parameter
+        leaves = [leaf for own in stack.parts.values() for leaf in own]
+        for expert in range(stack.count):
+            self.add_module(str(expert), nn.ModuleDict({leaf: linear(stack.shapes[leaf]) for leaf in leaves}))
+        self.train(plain.training)
+
+    @property
+    def plain(self) -> Any:
+        """The family's own module, with the biases that are held here."""
+        (plain,) = self._plain
+        for name, parameter in self._parameters.items():
+            plain._parameters[name] = parameter
+        return plain
+
+    def joined(self, read: Callable[[Any], Tensor]) -> dict[str, Tensor]:
+        """Return the stacked parameters by name.
+
+        Args:
+            read: from a matrix's layer to its weight "out in".
+        """
+        start = len(self.stack.name) + 1 if self.stack.name else 0
+        return {
+            matrix: self.stack.joined(
+                matrix, {name: read(self.get_submodule(name[start:])) for name in self.stack.layers(matrix)}
+            )
+            for matrix in self.stack.parts
+        }
+
+    def forward(self, hidden_states: Tensor, chosen: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
+        """Return what the experts make of their tokens; the arguments are those of `experts_output`."""
+
+        def multiply(expert: int, matrix: str, rows: Tensor) -> list[Tensor]:
+            held: Any = self._modules[str(expert)]
+            return [held[leaf](rows) for leaf in self.stack.parts[matrix]]
+
+        return experts_output(self.stack, self, one_after_another(multiply), hidden_states, chosen, weights)
+
+
+def hold_apart(network: nn.Module, stacks: Mapping[str, ExpertStack]) -> None:
+    """Put linear layers without memory in the place of stacked experts, one for each matrix, to be filled one by one.
+
+    Args:
+        network: changed in place.
+        stacks: from `expert_stacks`.
+
+    >>> from transformers import Qwen3MoeConfig
+    >>> from lit_qrl.network.structure import outline
+    >>> network = outline(Qwen3MoeConfig(num_hidden_layers=1, num_experts=4))
+    >>> hold_apart(network, expert_stacks(network))
+    >>> type(network.get_submodule("model.layers.0.mlp.experts.3.gate_proj")).__name__
+    'Linear'
+    """
+    for name, stack in stacks.items():
+        plain = network.get_submodule(name)
+        dtype = next(plain.parameters()).dtype
+        with torch.device("meta"):
+            apart = ExpertList(
+                stack, plain, lambda shape, dtype=dtype: nn.Linear(*shape[::-1], bias=False, dtype=dtype)
+            )
+        network.set_submodule(name, apart)

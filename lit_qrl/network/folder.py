@@ -1,17 +1,15 @@
 """Safetensors folders, read and written a tensor at a time; a folder appears under its name when it is whole."""
 
 import copy
-import difflib
 import json
 import os
-import re
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import blake2b
 from itertools import groupby
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 import torch
@@ -41,9 +39,6 @@ FOLDER_REMEDY = "Copy or fetch the folder again, or name another one."
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
-
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""What configs call the number of experts in a layer."""
 
 
 def local_folder(source: str, revision: str | None = None) -> Path:
@@ -88,13 +83,8 @@ def _here(name: str, what: str = "model") -> Path | None:
     local = name.startswith((".", "/", "~")) or name.count("/") > 1
     if not local and (path.parent == Path() or not parents):
         return None
-    there = sorted(entry.name for entry in parents[0].iterdir() if entry.is_dir()) if parents else []
-    there = [entry for entry in there if not entry.startswith(".")]
-    remedy = "Correct the path."
-    if close := difflib.get_close_matches(path.name, there, n=1, cutoff=0.5):
-        remedy = f"Did you mean {str(path.parent / close[0])!r}?"
-    elif there:
-        remedy = f"{path.parent} holds {', '.join(there[:8])}{', …' if len(there) > 8 else ''}."
+    there = sorted(entry.name for entry in parents[0].glob("[!.]*") if entry.is_dir()) if parents else []
+    remedy = f"{path.parent} holds {listed(there, 8)}." if there else "Correct the path."
     hub = "" if local else f" If the hub's is meant, work in a folder without {str(path.parent)!r}."
     raise ConfigError(f"The {what} folder does not exist.", given=name, remedy=remedy + hub)
 
@@ -142,7 +132,7 @@ class FolderReader:
         folder: with `model.safetensors`, or shards and their index.
 
     Raises:
-        ConfigError: without safetensors, for a shard that is missing or truncated, or an index that does not fit.
+        ConfigError: without safetensors, or for a shard or an index that cannot be read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -152,22 +142,14 @@ class FolderReader:
         self.bytes = 0
         self._files: dict[str, Path] = {}
         self._stored: dict[str, str] = {}
-        listed = self._listed()
-        for path in sorted(set(listed.values())) if listed else [folder / _SINGLE]:
+        for path in self._listed():
             self._read_header(path)
-        absent = sorted(set(listed) - set(self._files))
-        if absent:
-            raise ConfigError(
-                f"{folder / INDEX} names {len(absent)} tensors that its shards do not hold.",
-                expected=f"{absent[0]} in {listed[absent[0]].name}",
-                remedy="Copy or download the folder again.",
-            )
 
-    def _listed(self) -> dict[str, Path]:
+    def _listed(self) -> list[Path]:
         index = self.folder / INDEX
         if not index.is_file():
             if (self.folder / _SINGLE).is_file():
-                return {}
+                return [self.folder / _SINGLE]
             raise ConfigError(
                 f"The folder {self.folder} has no weights that can be read layer by layer.",
                 expected=f"{_SINGLE}, or shards and {INDEX}",
@@ -175,8 +157,7 @@ class FolderReader:
                 remedy="Save the model with save_pretrained, which writes safetensors.",
             )
         try:
-            listed = json.loads(index.read_text())["weight_map"]
-            return {name: self.folder / file for name, file in listed.items()}
+            return sorted({self.folder / file for file in json.loads(index.read_text())["weight_map"].values()})
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(f"{index} is no index of shards.", expected="JSON with a weight_map") from error
 
@@ -187,15 +168,9 @@ class FolderReader:
                     part = file.get_slice(name)
                     self._files[name] = path
                     self.shapes[name], self.dtypes[name] = tuple(part.get_shape()), part.get_dtype()
-        except FileNotFoundError as error:
-            raise ConfigError(
-                f"The shard {path} does not exist.", expected="every file that the index names"
-            ) from error
         except (SafetensorError, OSError) as error:
-            size = path.stat().st_size if path.exists() else 0
             raise ConfigError(
-                f"The shard {path} is truncated or damaged: {str(error).rstrip('.')}.",
-                given=f"a file of {size} bytes",
+                f"The shard {path} is missing, truncated or damaged: {str(error).rstrip('.')}.",
                 remedy="Copy or download it again.",
             ) from error
         self.bytes += path.stat().st_size
@@ -209,7 +184,7 @@ class FolderReader:
         """Know all tensors by other names from here on.
 
         Args:
-            stored: names in the files by those that they shall have (`network.names.stored_names`).
+            stored: names in the files by those that they shall have (`network.experts.stored_names`).
         """
         self._stored = dict(stored)
         self.shapes = {name: self.shapes[other] for name, other in stored.items()}
@@ -274,7 +249,7 @@ class FolderWriter:
         for number, names in enumerate(self._shards):
             file = _SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
             path = self.folder / _PARTIAL.format(number)
-            path.chmod(0o666 & ~_umask())  # safetensors writes for the owner alone
+            path.chmod(0o666 & self.folder.stat().st_mode)  # safetensors writes for the owner alone
             path.rename(self.folder / file)
             weight_map |= dict.fromkeys(names, file)
         if count == 1:
@@ -320,24 +295,17 @@ def appearing(output: Path, needed_bytes: int = 0) -> Iterator[Path]:
                 given=f"{free / 2**30:.1f} GiB",
                 remedy="Name an output on another disk.",
             )
-        partial = Path(tempfile.mkdtemp(prefix=f".{output.name}.partial-", dir=output.parent))
+        partial = output.parent / f".{output.name}.partial-{token_hex(4)}"
+        partial.mkdir()
     except OSError as error:
         raise _unwritable(output, error) from error
     try:
         yield partial
-        partial.chmod(0o777 & ~_umask())  # mkdtemp's is the owner's alone
         os.replace(partial, output)
     except (OSError, SafetensorError) as error:
         raise _unwritable(output, error) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def _umask() -> int:
-    """Return what the user takes away from new files; it can only be read by setting it."""
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
 
 
 def gguf_folder(file: Path) -> Path:
@@ -371,7 +339,7 @@ def gguf_folder(file: Path) -> Path:
 
 def _multiply_out(file: Path, folder: Path) -> None:
     try:
-        from gguf import GGUFReader, dequantize
+        from gguf import GGUFReader
     except ImportError as error:
         raise ConfigError(
             "GGUF files are read by the package gguf, which is not installed.",
@@ -383,18 +351,6 @@ def _multiply_out(file: Path, folder: Path) -> None:
     try:
         reader = GGUFReader(file)
         held = {tensor.name: tensor for tensor in reader.tensors}
-        unknown = []
-        for kind, tensor in {tensor.tensor_type: tensor for tensor in held.values()}.items():
-            try:
-                dequantize(tensor.data[:1], kind)
-            except NotImplementedError:
-                unknown.append(kind.name)
-        if unknown:
-            raise ConfigError(
-                f"The package gguf cannot multiply out {listed(sorted(unknown), 8)}.",
-                expected="a file in types that it knows, such as Q8_0, Q6_K, Q4_K or F16",
-                given=file,
-            )
         where: dict[str, Any] = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
         tokenizer: Any = AutoTokenizer.from_pretrained(**where)
         loaded: Any = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32, output_loading_info=True)
@@ -451,32 +407,6 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ConfigError(f"{path} is no model config.", expected="a JSON object", given=type(config).__name__)
     return config
-
-
-def check_expert_count(source: str, revision: str | None, config: Any) -> None:
-    """Raise `ConfigError` when a checkpoint holds another number of experts than its config says.
-
-    Args:
-        source: a folder, or a model of the hub that was fetched before.
-        revision: of the hub's.
-        config: the model's.
-    """
-    text = config.get_text_config()
-    said = next((getattr(text, key) for key in _EXPERTS if isinstance(getattr(text, key, None), int)), None)
-    try:
-        shapes = FolderReader(local_folder(source, revision)).shapes
-    except (ConfigError, OSError):
-        return
-    each = [int(found[1]) + 1 for name in shapes if (found := re.search(r"\.experts\.(\d+)\.", name))]
-    stacks = [shape[0] for name, shape in shapes.items() if re.search(r"\.experts\.\w+$", name) and len(shape) == 3]
-    held = max(each or stacks, default=said)
-    if held != said:
-        raise ConfigError(
-            f"The checkpoint of {source} is of another mixture of experts than its config.",
-            expected=f"{said} experts in a layer, as the config says",
-            given=f"{held} in the checkpoint",
-            remedy="Take config and weights of one model.",
-        )
 
 
 def write_plain(policy: Any, folder: Path, dtype: Any, shard_bytes: int) -> None:

@@ -1,8 +1,7 @@
 """All experts of a layer in one product: rows sorted by expert, and a matrix for each, multiplied by one grouped GEMM.
 
-It computes what `routed` and `experts_output` (`experts.py`) do expert by expert, with as many kernels for 128 experts
-as for one, and without the host's waiting for the number of rows of each. Where the device has no such GEMM, the loop
-stays.
+It takes the place of `one_after_another` (`experts.py`), with as many kernels for 128 experts as for one, and without
+the host's waiting for the number of rows of each. Where the device has no such GEMM, the loop stays.
 """
 
 import logging
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_qrl.network.experts import ExpertStack, activation
+from lit_qrl.network.experts import ExpertStack
 
 log = logging.getLogger(__name__)
 
@@ -97,38 +96,3 @@ class _Grouped(torch.autograd.Function):
             empty = ends.diff(prepend=ends.new_zeros(1)) == 0  # of which a kernel may leave the memory as it was
             grad_weight = grad_weight.masked_fill(empty[:, None, None], 0.0)
         return grad_x, grad_weight, None, None, None
-
-
-def grouped_output(
-    stack: ExpertStack,
-    module: Any,
-    multiply: Callable[[str, Tensor, Tensor], list[Tensor]],
-    hidden: Tensor,
-    chosen: Tensor,
-    weights: Tensor,
-) -> Tensor:
-    """Return what `experts_output` does, with the rows of all experts in one call.
-
-    Args:
-        stack: how the experts lie.
-        module: the family's own, or one that has its biases and its activation.
-        multiply: from the name of a parameter, rows sorted by expert and their `ends`, to the products with each of the
-            matrices there.
-        hidden: "tokens hidden", in the dtype that is multiplied in.
-        chosen: the experts of each token, "tokens k".
-        weights: of these experts, "tokens k".
-    """
-    between, (first, last) = activation(module), stack.parts
-    experts = chosen.flatten()
-    order = experts.argsort(stable=True)
-    ends = experts.bincount(minlength=stack.count).cumsum(0).to(torch.int32)
-
-    def product(matrix: str, rows: Tensor) -> Tensor:
-        out, bias = stack.outputs(multiply(matrix, rows, ends)), getattr(module, f"{matrix}_bias", None)
-        return out if bias is None else out + bias[experts[order]].to(out.dtype)
-
-    made = product(last, between(product(first, hidden[order // chosen.shape[-1]])))
-    # back in the order of the tokens, as the loop has it
-    back = torch.empty_like(order)
-    back[order] = torch.arange(len(order), device=order.device)
-    return (made[back].view(*chosen.shape, -1) * weights.unsqueeze(-1)).sum(dim=1)

@@ -19,13 +19,14 @@ numbers are computed in pieces of whole vectors. Backward passes are the usual o
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from lit_qrl.errors import ConfigError
 
@@ -106,13 +107,34 @@ def _tiled(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
+class _Apart(torch.autograd.Function):
+    """What a kernel makes of tensors, with the gradients of torch's own function of them."""
+
+    @staticmethod
+    def forward(ctx: Any, kernel: Callable[..., Tensor], plain: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        ctx.plain = plain
+        with torch._C.DisableTorchFunction():
+            return kernel(*tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
+        inputs = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
+        with torch.enable_grad():
+            out = ctx.plain(*inputs)
+        return None, None, *torch.autograd.grad(out, inputs, grads[0])
+
+
 def invariant_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
+    enable_gqa: bool = True,
 ) -> Tensor:
     """Return softmax(Q Kᵀ · scale) V "b heads m dim", of which no query's row depends on the others or on later keys.
 
@@ -122,74 +144,53 @@ def invariant_attention(
         query: "b heads m d".
         key: "b key_heads n d"; heads a multiple of key_heads.
         value: "b key_heads n dim".
-        mask: broadcastable to "b heads m n": True where a query sees a key; None is all.
+        attn_mask: broadcastable to "b heads m n": True where a query sees a key; None is all.
+        dropout_p: 0.
         is_causal: query i sees keys 0 to i.
         scale: factor of the scores; None is 1/√d.
+        enable_gqa: as torch's; heads may differ in any case.
 
     >>> one = torch.ones(1, 1, 1, 2)
     >>> invariant_attention(one, one, 3 * one)
     tensor([[[[3., 3.]]]])
     """
-    return _BlockAttention.apply(query, key, value, mask, is_causal, scale)  # pyright: ignore[reportReturnType]
-
-
-class _BlockAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        is_causal: bool,
-        scale: float | None,
-    ) -> Tensor:
-        ctx.save_for_backward(query, key, value)
-        ctx.options = {"attn_mask": mask, "is_causal": is_causal, "scale": scale}
-        b, heads, m, d = query.shape
-        n, key_heads = key.shape[2], key.shape[1]
-        dtype = torch.promote_types(query.dtype, torch.float32)
-        factor = d**-0.5 if scale is None else scale
-        with torch._C.DisableTorchFunction():
-            # The query heads of a key head are rows of one matrix, cut into tiles.
-            sees = _visible(mask, is_causal, m, n, query.device).expand(b, heads, m, n)
-            rows = _tiles(query.to(dtype).reshape(b * key_heads, -1, d), QUERIES)
-            sees = _tiles(sees.reshape(b * key_heads, -1, n), QUERIES)
-            count, tiles = len(rows) // (b * key_heads), len(rows)
-            top = rows.new_full((tiles, QUERIES, 1), -torch.inf)
-            total, out = torch.zeros_like(top), rows.new_zeros(tiles, QUERIES, value.shape[3])
-            for start in range(0, n, KEYS):
-                k, v = (_block(part, start, count, dtype) for part in (key, value))
-                seen = F.pad(sees[..., start : start + KEYS], (0, max(0, start + KEYS - n)))
-                scores = torch.bmm(rows, k.transpose(1, 2)).mul_(factor).masked_fill_(~seen, -torch.inf)
-                raised = torch.maximum(top, scores.amax(dim=-1, keepdim=True))
-                finite = raised.masked_fill(raised == -torch.inf, 0.0)
-                shares, shrunk = (scores - finite).exp_(), (top - finite).exp_()
-                total = total * shrunk + shares.sum(dim=-1, keepdim=True)
-                out = out * shrunk + torch.bmm(shares, v)
-                top = raised
-            out = (out / total).to(query.dtype).view(b * key_heads, -1, value.shape[3])
-            return out[:, : heads // key_heads * m].reshape(b, heads, m, value.shape[3])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        inputs = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
-        grouped = inputs[0].shape[1] != inputs[1].shape[1]
-        with torch.enable_grad():
-            out = F.scaled_dot_product_attention(*inputs, **ctx.options, enable_gqa=grouped)
-        return *torch.autograd.grad(out, inputs, grads[0]), None, None, None
-
-
-def _visible(mask: Tensor | None, is_causal: bool, m: int, n: int, device: torch.device) -> Tensor:
-    """Return "… m n", True where a query sees a key."""
-    if is_causal:
-        return torch.ones(m, n, dtype=torch.bool, device=device).tril()
-    if mask is None:
-        return torch.ones(m, n, dtype=torch.bool, device=device)
-    if mask.dtype != torch.bool:
+    if dropout_p:
+        raise unknown("dropout in attention")
+    if attn_mask is not None and attn_mask.dtype != torch.bool:
         raise TypeError("Batch-invariant attention takes masks of True and False.")
-    return mask
+    options = {"attn_mask": attn_mask, "is_causal": is_causal, "scale": scale}
+    plain = partial(F.scaled_dot_product_attention, **options, enable_gqa=query.shape[1] != key.shape[1])
+    return _Apart.apply(partial(_by_blocks, **options), plain, query, key, value)  # pyright: ignore[reportReturnType]
+
+
+def _by_blocks(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None
+) -> Tensor:
+    b, heads, m, d = query.shape
+    n, key_heads = key.shape[2], key.shape[1]
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    factor = d**-0.5 if scale is None else scale
+    if attn_mask is None:
+        attn_mask = torch.ones(m, n, dtype=torch.bool, device=query.device)
+        attn_mask = attn_mask.tril() if is_causal else attn_mask
+    # The query heads of a key head are rows of one matrix, cut into tiles.
+    rows = _tiles(query.to(dtype).reshape(b * key_heads, -1, d), QUERIES)
+    sees = _tiles(attn_mask.expand(b, heads, m, n).reshape(b * key_heads, -1, n), QUERIES)
+    count, tiles = len(rows) // (b * key_heads), len(rows)
+    top = rows.new_full((tiles, QUERIES, 1), -torch.inf)
+    total, out = torch.zeros_like(top), rows.new_zeros(tiles, QUERIES, value.shape[3])
+    for start in range(0, n, KEYS):
+        k, v = (_block(part, start, count, dtype) for part in (key, value))
+        seen = F.pad(sees[..., start : start + KEYS], (0, max(0, start + KEYS - n)))
+        scores = torch.bmm(rows, k.transpose(1, 2)).mul_(factor).masked_fill_(~seen, -torch.inf)
+        raised = torch.maximum(top, scores.amax(dim=-1, keepdim=True))
+        finite = raised.masked_fill(raised == -torch.inf, 0.0)
+        shares, shrunk = (scores - finite).exp_(), (top - finite).exp_()
+        total = total * shrunk + shares.sum(dim=-1, keepdim=True)
+        out = out * shrunk + torch.bmm(shares, v)
+        top = raised
+    out = (out / total).to(query.dtype).view(b * key_heads, -1, value.shape[3])
+    return out[:, : heads // key_heads * m].reshape(b, heads, m, value.shape[3])
 
 
 def _tiles(rows: Tensor, size: int) -> Tensor:
@@ -205,37 +206,22 @@ def _block(part: Tensor, start: int, count: int, dtype: torch.dtype) -> Tensor:
     return block.repeat_interleave(count, dim=0)
 
 
-class _ByPieces(torch.autograd.Function):
-    """A function of single numbers, in pieces of whole vectors."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.function = function
-        numbers = x.reshape(-1)
-        out = torch.empty_like(numbers)
-        with torch._C.DisableTorchFunction():
-            for start in range(0, len(numbers), PIECE):
-                piece = numbers[start : start + PIECE]
-                count = len(piece)
-                out[start : start + count] = function(F.pad(piece, (0, -count % VECTOR)))[:count]
-        return out.view(x.shape)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # pyright: ignore
-        x = ctx.saved_tensors[0].detach().requires_grad_()
-        with torch.enable_grad():
-            out = ctx.function(x)
-        return torch.autograd.grad(out, x, grads[0])[0], None
-
-
 def _by_pieces(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a function of single numbers that computes them in pieces of whole vectors."""
+
     def apply(x: Tensor, *args: Any, inplace: bool = False, **kwargs: Any) -> Tensor:
-        def alone(piece: Tensor) -> Tensor:
+        def plain(piece: Tensor) -> Tensor:
             return function(piece, *args, **kwargs)
 
-        return _ByPieces.apply(x, alone) if x.device.type == "cpu" else alone(x)  # pyright: ignore
+        def pieces(x: Tensor) -> Tensor:
+            numbers = x.reshape(-1)
+            out = torch.empty_like(numbers)
+            for start in range(0, len(numbers), PIECE):
+                piece = numbers[start : start + PIECE]
+                out[start : start + PIECE] = plain(F.pad(piece, (0, -len(piece) % VECTOR)))[: len(piece)]
+            return out.view(x.shape)
+
+        return _Apart.apply(pieces, plain, x) if x.device.type == "cpu" else plain(x)  # pyright: ignore
 
     return apply
 
@@ -253,16 +239,23 @@ def _logsumexp(input: Tensor, dim: int, keepdim: bool = False) -> Tensor:
     return out if keepdim else out.squeeze(dim)
 
 
-def _matmul(input: Tensor, other: Tensor) -> Tensor:
-    if other.ndim == 2 and input.ndim >= 2:
-        return invariant_linear(input, other.t())
-    if input.shape[-1] == 1:  # an outer product has no sums
-        return torch.matmul(input, other)
-    raise unknown("a product of two activations")
+def _products(linear: Product, otherwise: Callable[[Tensor, Tensor], Tensor]) -> dict[Any, Callable[..., Tensor]]:
+    """Return what takes the place of torch's products with weights; of two activations they are `otherwise`."""
+
+    def matmul(input: Tensor, other: Tensor) -> Tensor:
+        return linear(input, other.t(), None) if other.ndim == 2 and input.ndim >= 2 else otherwise(input, other)
+
+    def addmm_(input: Tensor, mat1: Tensor, mat2: Tensor, *, alpha: float = 1.0) -> Tensor:
+        return input.add_(linear(mat1, (mat2 * alpha).t(), None))  # an adapter's term, as engines hold it
+
+    matrices = dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm), matmul)
+    return {F.linear: linear, Tensor.addmm_: addmm_, **matrices}
 
 
-def _addmm_(input: Tensor, mat1: Tensor, mat2: Tensor, *, alpha: float = 1.0) -> Tensor:
-    return input.add_(invariant_linear(mat1, (mat2 * alpha).t()))
+def _outer(input: Tensor, other: Tensor) -> Tensor:
+    if input.shape[-1] != 1:  # one product each, and no sums
+        raise unknown("a product of two activations")
+    return torch.matmul(input, other)
 
 
 def _grouped(input: Tensor, weight: Tensor, offs: Tensor, bias: None = None, out_dtype: None = None) -> Tensor:
@@ -270,21 +263,6 @@ def _grouped(input: Tensor, weight: Tensor, offs: Tensor, bias: None = None, out
     counts = offs.diff(prepend=offs.new_zeros(1)).tolist()
     parts = zip(input.split([*counts, len(input) - sum(counts)]), weight, strict=False)
     return torch.cat([invariant_linear(rows, expert.t()) for rows, expert in parts])
-
-
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    if dropout_p:
-        raise unknown("dropout in attention")
-    return invariant_attention(query, key, value, attn_mask, is_causal, scale)
 
 
 def _refused(name: str) -> Callable[..., Tensor]:
@@ -297,15 +275,9 @@ def _refused(name: str) -> Callable[..., Tensor]:
 ELEMENTWISE = ("exp", "log", "tanh", "sigmoid", "cos", "sin", "rsqrt", "erf")
 """Functions of single numbers that models and samplers compute."""
 KERNELS: Mapping[Any, Callable[..., Tensor]] = {
-    F.linear: invariant_linear,
-    torch.matmul: _matmul,
-    Tensor.matmul: _matmul,
-    Tensor.__matmul__: _matmul,
-    torch.mm: _matmul,
-    Tensor.mm: _matmul,
-    Tensor.addmm_: _addmm_,
+    **_products(invariant_linear, _outer),
     torch._grouped_mm: _grouped,
-    F.scaled_dot_product_attention: _attention,
+    F.scaled_dot_product_attention: invariant_attention,
     **{getattr(F, name): _by_pieces(getattr(F, name)) for name in ("silu", "gelu", "softplus", "mish")},
     **{getattr(of, name): _by_pieces(getattr(torch, name)) for name in ELEMENTWISE for of in (torch, Tensor)},
     **{getattr(Tensor, f"{name}_"): _in_place(getattr(torch, name)) for name in ELEMENTWISE},
@@ -322,19 +294,10 @@ def products_by(product: Product) -> Mapping[Any, Callable[..., Tensor]]:
     def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return linear_by(product, input, weight, bias)
 
-    def matmul(input: Tensor, other: Tensor) -> Tensor:
-        if other.ndim != 2 or input.ndim < 2:  # such as the angles of positions
-            return torch.matmul(input, other)
-        return linear_by(product, input, other.t(), None)
-
     def addmm(input: Tensor, mat1: Tensor, mat2: Tensor) -> Tensor:
-        return linear_by(product, mat1, mat2.t(), input)
+        return linear(mat1, mat2.t(), input)
 
-    def addmm_(input: Tensor, mat1: Tensor, mat2: Tensor, *, alpha: float) -> Tensor:
-        return input.add_(linear_by(product, mat1, (mat2 * alpha).t(), None))  # an adapter's term, as engines hold it
-
-    matrices = dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm), matmul)
-    return {F.linear: linear, torch.addmm: addmm, Tensor.addmm_: addmm_, **matrices}
+    return {**_products(linear, torch.matmul), torch.addmm: addmm}  # others are such as the angles of positions
 
 
 class BatchInvariant(TorchFunctionMode):
@@ -345,22 +308,9 @@ class BatchInvariant(TorchFunctionMode):
         fused: whether the learner's fused kernels stay, which are the engine's too.
     """
 
-    entered: list["BatchInvariant"] = []
-    """The modes that are entered now."""
-
     def __init__(self, kernels: Mapping[Any, Callable[..., Tensor]] = KERNELS, fused: bool = False) -> None:
         super().__init__()
         self.kernels, self.fused = kernels, fused
-
-    def __enter__(self) -> "BatchInvariant":
-        """Begin."""
-        BatchInvariant.entered.append(self)
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        """End."""
-        BatchInvariant.entered.pop()
-        super().__exit__(*error)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -383,15 +333,13 @@ def batch_invariant(enabled: bool, product: Product | None = None) -> AbstractCo
 
 def one_by_one() -> bool:
     """Return whether operations must be those of the plain modules now, since a sampler computes them so."""
-    return bool(BatchInvariant.entered) and not BatchInvariant.entered[-1].fused
+    return isinstance(mode := as_entered(), BatchInvariant) and not mode.fused
 
 
 def as_entered() -> AbstractContextManager[object]:
     """Return the context in which a layer is computed again as it is computed now."""
-    if not BatchInvariant.entered:
-        return nullcontext()
-    mode = BatchInvariant.entered[-1]
-    return BatchInvariant(mode.kernels, mode.fused)
+    modes = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, BatchInvariant)]
+    return modes[-1] if modes else nullcontext()
 
 
 @torch.no_grad()

@@ -1,7 +1,6 @@
 """Which linear layers are quantized, which of them engines hold as one, and how a layer is swapped in place."""
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
@@ -183,31 +182,12 @@ def check_quantizable(
         )
 
 
-@dataclass(frozen=True)
-class SwapReport:
-    """What a swap did.
-
-    Args:
-        swapped: names of the layers that were replaced.
-        present: names of the layers that had been replaced before.
-        skipped: names of the linear layers that were left alone.
-    """
-
-    swapped: tuple[str, ...]
-    present: tuple[str, ...]
-    skipped: tuple[str, ...]
-
-    def __str__(self) -> str:
-        kept = f"; left alone: {', '.join(self.skipped)}" if self.skipped else ""
-        return f"{len(self.swapped) + len(self.present)} linear layers swapped{kept}"
-
-
 def swap_linears(
     root: nn.Module,
     factory: Callable[[str, nn.Linear], nn.Module],
     exclude: Collection[str] = (),
-) -> SwapReport:
-    """Replace linear layers by what `factory` makes of them, and return which.
+) -> list[str]:
+    """Replace linear layers by what `factory` makes of them, and return their names.
 
     A second call does nothing: what a swap puts in place must say so by `is_swapped`. A layer that is reachable by two
     names is replaced once, in both places.
@@ -221,28 +201,18 @@ def swap_linears(
         ConfigError: if no layer matched.
     """
     chosen = quantizable_linears(root, exclude)
-    linears = [(name, m) for name, m in root.named_modules() if isinstance(m, nn.Linear) and name]
-    replaced: dict[int, nn.Module] = {}
-    swapped, present, skipped = [], [], []
-    for name, module in linears:
-        if name not in chosen:
-            skipped.append(name)
-        elif getattr(module, "is_swapped", False):
-            present.append(name)
-        else:
-            replaced[id(module)] = factory(name, module)
-            swapped.append(name)
-    already = any(getattr(module, "is_swapped", False) for module in root.modules())
-    if not swapped and not present and not already:
+    if not chosen:
         raise ConfigError(
             "No linear layer of the policy matched, so nothing would be quantized.",
             expected="at least one nn.Linear beside the output embedding and the routers",
-            given=f"{len(linears)} linear layers, all excluded" if linears else "a model without nn.Linear",
+            given=f"{type(root).__name__} without {listed(exclude)}" if exclude else type(root).__name__,
             remedy="Correct the plugin's `exclude` globs, or use a model made of nn.Linear layers.",
         )
+    plain = {name: linear for name, linear in chosen.items() if not getattr(linear, "is_swapped", False)}
+    replaced = {linear: factory(name, linear) for name, linear in plain.items()}
     for parent in list(root.modules()):
         # not `named_children`, which leaves out the second name of a shared layer
         for child_name, child in list(parent._modules.items()):
-            if id(child) in replaced:
-                setattr(parent, child_name, replaced[id(child)])
-    return SwapReport(tuple(swapped), tuple(present), tuple(skipped))
+            if child in replaced:
+                setattr(parent, child_name, replaced[child])
+    return list(plain)

@@ -1,15 +1,14 @@
 """A network as its checkpoint names it, whatever PEFT put into it; nothing else knows PEFT's names for that."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 from torch import Tensor, nn
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming, rename_source_key, revert_weight_conversion
+from transformers.core_model_loading import revert_weight_conversion
 
 _BASE, _TRAINED_COPIES = "base_layer", "modules_to_save"
 _TRAINED_ROWS = "token_adapter"
@@ -88,30 +87,6 @@ def checkpoint_modules(network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield from walk(f"{name}.{child}" if name else child, part)
 
     yield from walk("", network)
-
-
-def stored_names(network: Any, names: Iterable[str]) -> dict[str, str]:
-    """Return by the names of the model's tensors those under which a checkpoint holds them, as transformers reads it.
-
-    A tensor that transformers would compute of several, such as experts that it stacks, keeps its own name.
-
-    Args:
-        network: a Hugging Face model.
-        names: of the checkpoint's tensors.
-
-    >>> from lit_qrl.network.structure import outline
-    >>> from transformers import GPTNeoXConfig
-    >>> stored_names(outline(GPTNeoXConfig(num_hidden_layers=1)), ["embed_out.weight"])
-    {'lm_head.weight': 'embed_out.weight'}
-    """
-    conversions = get_model_conversion_mapping(network)
-    renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
-    others: list[Any] = [one for one in conversions if not isinstance(one, WeightRenaming)]
-    found: dict[str, str] = {}
-    for name in names:
-        renamed, computed = rename_source_key(name, renamings, others)
-        found[name if computed else renamed] = name
-    return found
 
 
 def stored(network: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:

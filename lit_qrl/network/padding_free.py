@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -60,12 +61,8 @@ class FlatBatch:
 
     def to(self, device: torch.device) -> "FlatBatch":
         """Return the layout on a device."""
-        if device.type == "cpu":
-            return self
         held = {name: getattr(self, name) for name in self.__slots__}
-        moved: dict[str, Any] = {name: one.to(device) for name, one in held.items() if isinstance(one, Tensor)}
-        rows, steps = (index.to(device) for index in self.scored)
-        return replace(self, **moved, buckets=[bucket.to(device) for bucket in self.buckets], scored=(rows, steps))
+        return FlatBatch(**tree_map_only(Tensor, lambda one: one.to(device), held))
 
     def laid_out(self, values: Tensor) -> Tensor:
         """Return "n …" of values "b s …" that are equal where rows share a prompt."""
@@ -103,15 +100,6 @@ def enable_padding_free(network: Any, dropout: bool = False) -> bool:
 def is_padding_free(network: Any) -> bool:
     """Return whether `flat_hidden` may be called with a model."""
     return network.config.get_text_config()._attn_implementation == ATTENTION
-
-
-def padded_attention(implementation: str) -> str:
-    """Return the attention implementation that a model had before `enable_padding_free`.
-
-    >>> padded_attention("eager")
-    'eager'
-    """
-    return "sdpa" if implementation == ATTENTION else implementation
 
 
 def laid_out(network: Any, batch: RolloutBatch) -> RolloutBatch:
@@ -179,10 +167,7 @@ def flatten(batch: RolloutBatch) -> FlatBatch:
     made = {"tokens": tokens, "positions": positions, "restored": restored, "copies": copies, "predictors": predictors}
     made |= {"index": np.concatenate([bucket.ravel() for bucket in buckets]), "place": place}
     return FlatBatch(
-        **{name: torch.from_numpy(numbers) for name, numbers in made.items()},
-        buckets=[torch.from_numpy(bucket) for bucket in buckets],
-        scored=(torch.from_numpy(rows), torch.from_numpy(steps)),
-        attention=None,
+        **tree_map_only(np.ndarray, torch.from_numpy, {**made, "buckets": buckets, "scored": (rows, steps)})
     )
 
 

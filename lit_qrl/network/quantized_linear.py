@@ -43,10 +43,8 @@ class QuantizedLinear(nn.Module):
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Take the weight from its checkpoint tensors, keyed by suffix (`weight`, `weight_scale`, …)."""
-        device = None if self.codes is None else self.codes.device
-        if device is None and self.bias is not None:
-            device = self.bias.device
-        self.set_weight(self.format.load({k: v.to(device) if device else v for k, v in tensors.items()}, self.shape))
+        device = next((one.device for one in (self.codes, self.bias) if one is not None), None)
+        self.set_weight(self.format.load({k: v.to(device) for k, v in tensors.items()}, self.shape))
 
     def set_weight(self, q: QuantizedWeight) -> None:
         """Take a weight that is already quantized; its tensors are shared, not copied."""

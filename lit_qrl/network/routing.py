@@ -79,23 +79,15 @@ def routers(network: nn.Module) -> list[Router]:
     return found
 
 
-def _outside_experts(
-    module: nn.Module, name: str = "", seen: set[nn.Module] | None = None
-) -> Iterator[tuple[str, nn.Module]]:
+def _outside_experts(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield what `named_modules` does, without the matrices of experts held one by one.
 
     There are 18,432 of them in 48 layers of 128 experts, and looking at each takes longer than a forward pass's replay.
     """
-    seen = set() if seen is None else seen
-    if module in seen:
-        return
-    seen.add(module)
     yield name, module
-    if isinstance(module.__dict__.get("stack"), ExpertStack):
-        return
-    for key, child in module._modules.items():
-        if child is not None:
-            yield from _outside_experts(child, f"{name}.{key}" if name else key, seen)
+    if not isinstance(module.__dict__.get("stack"), ExpertStack):
+        for key, child in module.named_children():
+            yield from _outside_experts(child, f"{name}.{key}" if name else key)
 
 
 def check_routers(network: nn.Module, user: str) -> None:

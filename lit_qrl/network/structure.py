@@ -60,6 +60,8 @@ ATTENTION_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 """What transformers calls layers that remember keys and values alone."""
 CACHE_ARGUMENTS = ("cache", "past_key_values")
 """What a forward pass calls the keys and values that it is given: transformers from 5.24 on, and before."""
+WITHOUT_SOFTCAP = ("sdpa", "paged|sdpa")
+"""Attentions that leave out a soft-cap of the scores, without a word."""
 
 
 def text_part(root: nn.Module) -> nn.Module:
@@ -258,3 +260,30 @@ def check_tokens(config: Any, prompts: Iterable[Sequence[int]]) -> None:
                 remedy="Tokenizer and model do not belong together: set model.policy.tokenizer to the model's own, or "
                 "resize the model's embedding to the tokenizer first.",
             )
+
+
+def implementation(config: Any, asked: str | None = None) -> str | None:
+    """Return the attention implementation for a model; None is the library's choice.
+
+    Args:
+        config: the model's.
+        asked: by the user, or None.
+
+    Raises:
+        ConfigError: for one that leaves out the soft-cap c · tanh(scores / c) of the model's attention.
+
+    >>> from transformers import Gemma2Config, LlamaConfig
+    >>> implementation(Gemma2Config()), implementation(LlamaConfig())
+    ('eager', None)
+    """
+    softcap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+    if not softcap:
+        return asked
+    if asked in WITHOUT_SOFTCAP:
+        raise ConfigError(
+            "This attention leaves out the soft-cap of the model's scores, so that another model would be trained.",
+            expected="eager or flash_attention_2",
+            given=f"model.policy.attn_implementation: {asked}, for a cap of {softcap}",
+            remedy="Leave model.policy.attn_implementation out.",
+        )
+    return asked or "eager"

@@ -15,7 +15,6 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat, QuantizedWeight
 from lit_qrl.network.experts import expert_stacks
 from lit_qrl.network.linears import (
-    SwapReport,
     check_quantizable,
     quantizable_layers,
     swap_linears,
@@ -54,7 +53,6 @@ class QuantizedPrecision(PublishingPrecision):
         self, format: NumberFormat, exclude: Sequence[str] = (), autocast: Literal["none", "bf16"] = "none"
     ) -> None:
         self.format, self.exclude, self.autocast = format, tuple(exclude), autocast
-        self.report: SwapReport | None = None
 
     @override
     def check_policy(self, policy: Any) -> None:
@@ -85,7 +83,7 @@ class QuantizedPrecision(PublishingPrecision):
             raise self._over_adapter()
         self.check_model(network, device_of(module))
         how = self.arithmetic
-        report = swap_linears(network, lambda name, linear: LowBitLinear.from_linear(linear, name, how), self.exclude)
+        swapped = swap_linears(network, lambda name, linear: LowBitLinear.from_linear(linear, name, how), self.exclude)
         for layer in self.layers(module).values():
             layer.take(how)  # another plugin's before, where it had put the layer in place
         linears = {name: layer for name, layer in self.layers(module).items() if isinstance(layer, LowBitLinear)}
@@ -100,10 +98,8 @@ class QuantizedPrecision(PublishingPrecision):
             plain = network.get_submodule(name)
             if not isinstance(plain, LowBitExperts):
                 network.set_submodule(name, LowBitExperts(stack, plain, how))
-        if self.report is None:
-            log.info("%s: %s, as %s", type(self).__name__, report, self.format.name)
-        if report.swapped or self.report is None:
-            self.report = report
+        if swapped:
+            log.info("%s: %d linear layers, as %s", type(self).__name__, len(swapped), self.format.name)
         return module
 
     @override

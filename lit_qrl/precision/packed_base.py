@@ -13,7 +13,7 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.formats import MXFP4, NF4, NVFP4, FP8Block, FP8Row, FP8Tensor, Int4Group, Int8Channel
 from lit_qrl.formats.base import NumberFormat, QuantizedWeight
 from lit_qrl.network.adapters import starts_from_base
-from lit_qrl.network.experts import ExpertStack, expert_stacks, names_apart
+from lit_qrl.network.experts import ExpertStack, expert_stacks, stored_names
 from lit_qrl.network.folder import FolderReader
 from lit_qrl.network.names import base_of, checkpoint_modules
 from lit_qrl.network.quantized_linear import QuantizedLinear
@@ -173,7 +173,7 @@ class PackedBase:
             ConfigError: when the folder's tensors are not those of the model.
         """
         network = DeferredWeights(model).network
-        self.reader.rename(names_apart(network, self.reader.names))
+        self.reader.rename(stored_names(network, self.reader.names))
         self._parts = self._found()
         self._stacks = {name: one for name, one in expert_stacks(network).items() if self._holds_apart(one)}
         self._check(network)

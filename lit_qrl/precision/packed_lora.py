@@ -15,7 +15,7 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat, QuantizedWeight
 from lit_qrl.formats.support import lacking
 from lit_qrl.network.experts import ExpertStack, expert_stacks
-from lit_qrl.network.linears import SwapReport, fused_groups, quantizable_linears
+from lit_qrl.network.linears import fused_groups, quantizable_linears
 from lit_qrl.network.names import base_of, checkpoint_modules, put_layer
 from lit_qrl.network.quantized_linear import leave_to_each_rank
 from lit_qrl.network.stacked import StackQuantizer
@@ -168,10 +168,7 @@ class PackedLoRA(QuantizedPrecision):
         if deferred is not None:
             deferred.fill_all()
             policy.deferred = None
-        packed = tuple(self.packed(network))
-        skipped = tuple(quantizable_linears(network))
-        self.report = SwapReport(packed, (), skipped)
-        log.info("%s: %s, as %s", type(self).__name__, self.report, self.format.name)
+        log.info("%s: %d linear layers, as %s", type(self).__name__, len(self.packed(network)), self.format.name)
 
     @override
     @contextmanager

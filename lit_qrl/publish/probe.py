@@ -19,7 +19,7 @@ from lit_qrl.formats.base import NumberFormat
 from lit_qrl.loop.contracts import Learner
 from lit_qrl.network.adapters import merged_tensors
 from lit_qrl.network.autocast import autocast_input
-from lit_qrl.network.experts import ExpertStack, expert_stacks, experts_output
+from lit_qrl.network.experts import ExpertStack, expert_stacks, experts_output, one_after_another
 from lit_qrl.network.linears import fused_groups, quantizable_linears
 from lit_qrl.network.modes import evaluating
 from lit_qrl.network.names import base_of, checkpoint_modules, is_adapted
@@ -299,7 +299,7 @@ def _experts(stack: ExpertStack, format: NumberFormat, dtype: torch.dtype | None
         return [format.linear(autocast_input(rows), q) for q in made]
 
     def forward(module: Any, given: tuple[Any, ...], own: Any) -> Tensor:
-        return experts_output(stack, module, partial(multiply, module), *given)
+        return experts_output(stack, module, one_after_another(partial(multiply, module)), *given)
 
     return forward
 

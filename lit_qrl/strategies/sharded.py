@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lit_qrl.errors import ConfigError, check_choice, listed
-from lit_qrl.network.expert_list import ExpertList
+from lit_qrl.network.experts import ExpertList
 from lit_qrl.network.shards import own_part, whole
 from lit_qrl.network.structure import decoder_layers
 from lit_qrl.optim.build import build_optimizer

@@ -53,10 +53,3 @@ def test_one_inside_another_leaves_it_as_it_was(network):
             assert torch.equal(network(x), plain)
         assert torch.equal(network(x), expected)
     assert not any("forward" in vars(part) for part in network.modules())
-
-
-def test_no_dtype_is_no_autocast_whatever_the_caller_is_under(network):
-    x = torch.randn(3, 16)
-    expected = network(x)
-    with torch.autocast("cpu", torch.bfloat16), computing_in(network, "cpu", None):
-        assert torch.equal(network(x), expected)

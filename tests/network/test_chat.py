@@ -49,9 +49,3 @@ def test_an_argument_that_the_template_would_ignore_is_refused(tokenizer, name, 
 def test_templates_by_name(tokenizer):
     tokenizer.chat_template = {"default": TEMPLATE, "other": "{{ loud }}"}
     assert chat_ids(tokenizer, MESSAGES, {"enable_thinking": True}, "x") == chat_ids(tokenizer, MESSAGES, {}, "x")
-
-
-def test_without_a_template(tokenizer):
-    tokenizer.chat_template = None
-    with pytest.raises(ConfigError, match=r"chat template.*data\.task\.chat: false"):
-        chat_ids(tokenizer, MESSAGES, {}, "x")

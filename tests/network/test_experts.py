@@ -1,4 +1,6 @@
-"""Stacked experts against slices taken by hand and sums written out token by token."""
+"""Stacked experts against slices taken by hand."""
+
+import copy
 
 import pytest
 import torch
@@ -6,11 +8,10 @@ from torch import nn
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.network.experts import (
+    ExpertList,
     activation,
     expert_stacks,
     expert_weights,
-    experts_output,
-    routed,
     unknown_experts,
     unstacked,
 )
@@ -52,33 +53,6 @@ def test_stacks_are_found_and_sliced_as_checkpoints_name_them(kind):
             assert torch.equal(found[f"{name}.{expert}.{leaf}"], weight)
     for matrix in stack.parts:
         assert torch.equal(stack.joined(matrix, found), module.get_parameter(matrix))
-
-
-@pytest.mark.parametrize("kind", NAMES)
-def test_the_sum_over_experts_is_that_of_the_models_own_code(kind):
-    network = random_network(BY_TYPE[kind])
-    (name, stack), *_ = expert_stacks(network).items()
-    module = network.get_submodule(name)
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(12, 128, generator=generator)
-    chosen = torch.stack([torch.randperm(4, generator=generator)[:2] for _ in range(12)])
-    chosen[:, 0] = chosen[:, 0].where(chosen[:, 0] != 3, 2)  # one expert gets nothing of the first choice
-    chosen[:, 1] = (chosen[:, 0] + 1) % 3
-    weights = torch.rand(12, 2, generator=generator)
-    given = (hidden,) if kind == "llama4_text" else (hidden, chosen, weights)
-    slices = {matrix: [stack.parts_of(matrix, one) for one in module.get_parameter(matrix)] for matrix in stack.parts}
-
-    def multiply(expert, matrix, rows):
-        return [rows @ weight.T for weight in slices[matrix][expert]]
-
-    with torch.no_grad():
-        ours, own = experts_output(stack, module, multiply, *given), module(*given)
-    torch.testing.assert_close(ours, own, atol=1e-5, rtol=1e-5)
-
-
-def test_where_there_is_no_token_there_is_none_in_the_sum():
-    nothing = torch.zeros(0, 3), torch.zeros(0, 2, dtype=torch.long), torch.zeros(0, 2)
-    assert routed(lambda expert, rows: rows, 5, *nothing).shape == (0, 3)
 
 
 def test_experts_without_a_gate():
@@ -134,3 +108,37 @@ def test_experts_that_lie_in_another_way_are_named():
         assert not expert_stacks(root)
         assert list(unknown_experts(root)) == list(expert_weights(root))
         assert not unknown_experts(root, ["experts"])
+
+
+def apart(network):
+    """Put plain linear layers in the place of a model's first stack; return its name and the stack as it was."""
+    (name, stack), *_ = expert_stacks(network).items()
+    module = network.get_submodule(name)
+    before = {key: one.detach().clone() for key, one in module.named_parameters()}
+    layers = ExpertList(stack, module, lambda shape: nn.Linear(shape[1], shape[0], bias=False))
+    for matrix in stack.parts:
+        for layer, weight in stack.named(matrix, before[matrix]):
+            layers.get_submodule(layer.removeprefix(f"{name}.")).weight.data = weight.clone()
+    network.set_submodule(name, layers)
+    return name, before
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "gpt_oss", "llama4_text"])
+def test_experts_held_apart_compute_as_the_stack(kind):
+    plain = random_network(BY_TYPE[kind])
+    network = copy.deepcopy(plain)
+    name, before = apart(network)
+    for ids in (torch.arange(3, 13)[None], torch.tensor([[3]])):  # of one token most experts get no row
+        with torch.no_grad():
+            torch.testing.assert_close(network(ids).logits, plain(ids).logits, atol=1e-4, rtol=1e-5)
+    held = network.get_submodule(name)
+    assert held(torch.zeros(0, 128), torch.zeros(0, 2, dtype=torch.long), torch.zeros(0, 2)).shape == (0, 128)
+    biases = {key for key in before if key.endswith("_bias")}
+    assert biases == ({"gate_up_proj_bias", "down_proj_bias"} if kind == "gpt_oss" else set())
+    assert set(held._parameters) == biases
+    for matrix, tensor in held.joined(lambda layer: layer.weight.detach()).items():
+        assert torch.equal(tensor, before[matrix])
+    assert list(expert_stacks(network)) == list(expert_stacks(plain))
+    # the family's own module gave its matrices up, and gets the biases back
+    assert held.plain.gate_up_proj.device.type == "meta"
+    assert all(torch.equal(getattr(held.plain, key), before[key]) for key in biases)

@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen2Config
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.network import folder as checkpoint
 from lit_qrl.network.folder import (
     INDEX,
     FolderReader,
@@ -24,7 +23,6 @@ from lit_qrl.network.folder import (
     resolve_model,
 )
 from lit_qrl.policy import CausalPolicy
-from tests.families.configs import BY_TYPE, model_folder
 from tests.networks import SIZES, build_network
 
 TENSORS = {f"layer.{i}": torch.arange(8.0 * (i + 1)).view(-1, 8) for i in range(5)}
@@ -149,8 +147,7 @@ def test_a_name_under_a_folder_that_is_here_is_a_path(tmp_path, monkeypatch):
         "huggingface_hub.snapshot_download", lambda name, **options: asked.append(name) or str(tmp_path)
     )
     for name, words in (
-        ("mine/goood", r"Given: mine/goood\. Did you mean 'mine/good'\? .* folder without 'mine'"),
-        ("mine/x", r"mine holds fine, good\. "),
+        ("mine/x", r"Given: mine/x\. mine holds fine, good\. .* folder without 'mine'"),
         ("./other", r"Given: \./other\. \. holds mine\.$"),
         ("a/b/c", r"Given: a/b/c\. Correct the path\.$"),
     ):
@@ -192,24 +189,6 @@ def test_tensors_are_known_by_other_names_once_they_are_told(tmp_path):
     assert reader.shapes["new.weight"] == (2, 3)
     assert reader.stored("new.weight") == "old.weight"
     assert torch.equal(reader.read(["new.weight"])["new.weight"], torch.arange(6.0).view(2, 3))
-
-
-@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
-@pytest.mark.parametrize("said", [2, 8])
-def test_another_number_of_experts_than_the_config_says_is_named(kind, said, tmp_path):
-    source = model_folder(BY_TYPE[kind], tmp_path / "model")
-    config = BY_TYPE[kind].config()
-    checkpoint.check_expert_count(source, None, config)
-    path = tmp_path / "model" / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "num_local_experts": said}))
-    with pytest.raises(ConfigError, match=rf"mixture of experts.*{said} experts in a layer.*Given: 4 in the check"):
-        CausalPolicy(source).configure()
-
-
-def test_a_model_without_experts_and_a_folder_that_is_none_have_nothing_to_compare(tmp_path):
-    save_file({"a.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
-    checkpoint.check_expert_count(str(tmp_path), None, BY_TYPE["llama"].config())
-    checkpoint.check_expert_count(str(tmp_path / "nowhere"), None, BY_TYPE["qwen3_moe"].config())
 
 
 # ---------------------------------------------------------------------------------------------------------------- GGUF
@@ -304,7 +283,7 @@ def test_a_gguf_file_is_the_model_of_its_numbers(head, write_gguf):
 
 
 def test_what_is_no_gguf_file_that_can_be_read(write_gguf, tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match="cannot multiply out Q8_K"):
+    with pytest.raises(ConfigError, match=r"cannot be read.*Q8_K"):
         CausalPolicy(str(write_gguf(kind="Q8_K")[0]))
     (tmp_path / "damaged.gguf").write_bytes(b"GGUFnone")
     with pytest.raises(ConfigError, match="cannot be read"):

@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from lit_qrl.network.experts import ExpertStack, experts_output
-from lit_qrl.network.grouped import can_group, grouped_output, grouped_product, multiplies
+from lit_qrl.network.experts import ExpertStack, experts_output, one_after_another
+from lit_qrl.network.grouped import can_group, grouped_product, multiplies
 
 SHAPES = {"gate_proj": (24, 16), "up_proj": (24, 16), "down_proj": (16, 24)}
 PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -60,8 +60,8 @@ def test_all_experts_at_once_make_what_they_make_one_after_another(biased, inter
     def all_of_them(matrix, x, ends):
         return [grouped_product(x, ends, lambda leaf=leaf: held[leaf]) for leaf in PARTS[matrix]]
 
-    made = grouped_output(stack, module, all_of_them, hidden, chosen, weights)
-    torch.testing.assert_close(made, experts_output(stack, module, one, hidden, chosen, weights))
+    made = experts_output(stack, module, all_of_them, hidden, chosen, weights)
+    torch.testing.assert_close(made, experts_output(stack, module, one_after_another(one), hidden, chosen, weights))
 
 
 def test_a_device_is_tried_before_it_is_taken():

@@ -7,6 +7,7 @@ from transformers import CohereConfig, Gemma2Config, GraniteConfig, LlamaConfig
 
 from lit_qrl import formats
 from lit_qrl.errors import ConfigError
+from lit_qrl.functional.logprobs import token_logprobs
 from lit_qrl.network.head import SamplerHead, check_head, check_tied, output_head
 from lit_qrl.network.quantized_linear import QuantizedLinear
 from tests.networks import WORDS, build_network
@@ -29,6 +30,7 @@ def test_logits_are_the_models_own(config_class, changes):
         torch.testing.assert_close(SamplerHead.of(network).logits(hidden), network(tokens).logits)
         wanted = network(tokens).logits.log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
         torch.testing.assert_close(SamplerHead.of(network).logprobs(hidden, tokens), wanted)
+        torch.testing.assert_close(token_logprobs(hidden, tokens=tokens, **output_head(network))[0], wanted)
 
 
 def test_a_quantized_head_gives_the_logits_and_log_probs_of_its_codes():

@@ -65,7 +65,7 @@ def test_attention_is_softmax_of_scores_and_the_last_query_the_same_alone(length
     assert torch.equal(invariant_attention(folded, k, v).reshape(2, 4, 8), out[:, :, -1])
     wide = torch.cat([k, torch.randn(2, 2, 9, 8)], 2), torch.cat([v, torch.randn(2, 2, 9, 8)], 2)
     mask = torch.arange(length + 9) < length
-    assert torch.equal(invariant_attention(q[:, :, -1:], *wide, mask=mask), out[:, :, -1:])
+    assert torch.equal(invariant_attention(q[:, :, -1:], *wide, attn_mask=mask), out[:, :, -1:])
 
 
 def test_gradients_of_attention_are_those_of_the_library():
@@ -81,7 +81,7 @@ def test_gradients_of_attention_are_those_of_the_library():
 def test_a_mask_of_numbers_is_refused():
     x = torch.ones(1, 1, 1, 2)
     with pytest.raises(TypeError, match="True and False"):
-        invariant_attention(x, x, x, mask=torch.zeros(1, 1))
+        invariant_attention(x, x, x, attn_mask=torch.zeros(1, 1))
 
 
 def test_the_mode_replaces_products_and_nothing_stays_behind():
@@ -90,9 +90,7 @@ def test_the_mode_replaces_products_and_nothing_stays_behind():
     with batch_invariant(True):
         assert torch.equal(x @ weight.T, torch.cat([x[:7] @ weight.T, F.linear(x[7:], weight)]))
         assert torch.equal(torch.mm(x, weight.T), x.matmul(weight.T))
-        assert len(BatchInvariant.entered) == 1
         again = as_entered()
-    assert not BatchInvariant.entered
     assert isinstance(again, BatchInvariant)
     assert not isinstance(as_entered(), BatchInvariant)
     with batch_invariant(False):

@@ -73,7 +73,6 @@ def test_fused_groups_are_those_of_the_engines():
     assert groups["layers.1.self_attn.qkv_proj"] == [f"layers.1.self_attn.{x}_proj" for x in "qkv"]
     assert groups["layers.0.mlp.gate_up_proj"] == ["layers.0.mlp.gate_proj", "layers.0.mlp.up_proj"]
     assert groups["layers.0.mlp.down_proj"] == ["layers.0.mlp.down_proj"]
-    assert fused_group("a.q_proj") == fused_group("a.k_proj") == "a.qkv_proj"
     assert fused_group("q_proj") == "qkv_proj"
 
 
@@ -92,14 +91,10 @@ def test_a_swap_keeps_names_and_is_idempotent():
     before = {name: id(p) for name, p in model.named_parameters()}
     first = swap_linears(model, marked)
     assert {name: id(p) for name, p in model.named_parameters()} == before
-    assert len(first.swapped) == 14
-    assert sorted(first.skipped) == ["head", "layers.0.mlp.gate", "layers.1.mlp.gate"]
+    assert len(first) == 14
     modules = [id(module) for module in model.modules()]
-    second = swap_linears(model, marked)
-    assert not second.swapped
-    assert second.present == first.swapped
+    assert not swap_linears(model, marked)
     assert [id(module) for module in model.modules()] == modules
-    assert "14 linear layers swapped" in str(second)
 
 
 def test_a_shared_layer_is_swapped_once_in_both_places():
@@ -112,9 +107,9 @@ def test_a_shared_layer_is_swapped_once_in_both_places():
 
 
 def test_a_swap_that_matches_nothing_is_an_error():
-    with pytest.raises(ConfigError, match=r"No linear layer.*17 linear layers, all excluded.*exclude"):
+    with pytest.raises(ConfigError, match=r"No linear layer.*exclude"):
         swap_linears(Model(), marked, ["*"])
-    with pytest.raises(ConfigError, match=r"a model without nn.Linear"):
+    with pytest.raises(ConfigError, match=r"Given: Sequential"):
         swap_linears(nn.Sequential(nn.ReLU()), marked)
 
 
@@ -210,7 +205,6 @@ def test_a_layer_that_computes_something_of_its_own_is_refused():
 
 def test_a_familys_own_class_that_computes_the_same_is_swapped():
     network = outline(BY_TYPE["falcon"].config())
-    report = swap_linears(network, lambda name, linear: Marked(linear.in_features, linear.out_features, device="meta"))
-    assert set(report.swapped) == set(quantizable_linears(network))
-    assert len(report.swapped) == 8
-    assert report.present == ()
+    swapped = swap_linears(network, lambda name, linear: Marked(linear.in_features, linear.out_features, device="meta"))
+    assert set(swapped) == set(quantizable_linears(network))
+    assert len(swapped) == 8

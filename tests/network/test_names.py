@@ -5,6 +5,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from lit_qrl.network.experts import stored_names
 from lit_qrl.network.names import (
     base_of,
     checkpoint_modules,
@@ -15,7 +16,6 @@ from lit_qrl.network.names import (
     is_saved_with_adapter,
     kept_in_fp32,
     put_layer,
-    stored_names,
 )
 from lit_qrl.network.structure import outline
 from tests.families.configs import BY_TYPE, random_network
@@ -109,6 +109,7 @@ def test_stored_names_are_those_that_the_library_writes(model_type, tmp_path):
     assert (model_type == "llama") == all(name in network.state_dict() for name in names)
 
 
-def test_experts_that_are_stored_one_by_one_keep_their_names():
-    stored = "model.layers.0.mlp.experts.1.gate_proj.weight"
-    assert stored_names(outline(BY_TYPE["qwen3_moe"].config()), [stored]) == {stored: stored}
+def test_experts_that_are_stored_one_by_one_have_names_of_their_own():
+    stored = "model.layers.0.block_sparse_moe.experts.1.w1.weight_scale"
+    named = "model.layers.0.mlp.experts.1.w1.weight_scale"
+    assert stored_names(outline(BY_TYPE["mixtral"].config()), [stored]) == {named: stored}

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from lit_qrl.network import padding_free
-from lit_qrl.network.padding_free import enable_padding_free, flatten, is_padding_free, spread
+from lit_qrl.network.padding_free import enable_padding_free, flatten, is_padding_free
 from lit_qrl.policy import CausalPolicy
 from tests.networks import WORDS, batch_of, build_network
 
@@ -180,9 +180,3 @@ def test_packed_equals_padded_on_a_gpu(dtype):
     (padded, _), (packed, _) = both(network, groups().to("cuda"))
     tolerance = 1e-4 if dtype == torch.float32 else 0.3
     torch.testing.assert_close(padded.logprobs, packed.logprobs, atol=tolerance, rtol=tolerance)
-
-
-def test_values_are_spread_over_the_scored_positions_or_kept():
-    mask = torch.tensor([[True, False], [True, True]])
-    assert spread(torch.tensor([1.0, 2.0, 3.0]), mask, mask.nonzero(as_tuple=True)).tolist() == [[1, 0], [2, 3]]
-    assert spread(torch.ones(2, 2), mask, None).tolist() == [[1, 0], [1, 1]]

@@ -6,8 +6,7 @@ import torch
 from transformers import DeepseekV2Config, PhimoeConfig
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.network.expert_list import ExpertList
-from lit_qrl.network.experts import expert_stacks
+from lit_qrl.network.experts import ExpertList, expert_stacks
 from lit_qrl.network.hidden import recomputation
 from lit_qrl.network.routing import Routing, check_routers, differing, routers
 from lit_qrl.network.structure import outline

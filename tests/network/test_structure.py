@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.network.structure import (
@@ -16,6 +16,7 @@ from lit_qrl.network.structure import (
     check_positions,
     check_tokens,
     decoder_layers,
+    implementation,
     outline,
     states,
     text_part,
@@ -85,3 +86,16 @@ def test_layers_that_carry_a_state_are_named():
 def test_layers_may_differ_in_their_heads():
     assert cached_numbers(BY_TYPE["gemma4_text"].config()) == 2 * 2 * 32 + 2 * 2 * 64
     assert cached_numbers(BY_TYPE["deepseek_v3"].config()) == 2 * 4 * (32 + 16 + 32)  # latent attention, multiplied out
+
+
+def test_a_softcap_takes_an_attention_that_has_it():
+    config = BY_TYPE["gemma2"].config()
+    assert implementation(config) == "eager"
+    assert implementation(config, "flash_attention_2") == "flash_attention_2"
+    with pytest.raises(ConfigError, match="soft-cap"):
+        implementation(config, "sdpa")
+
+
+def test_other_models_leave_the_choice_to_the_library():
+    assert implementation(Gemma3TextConfig()) is None  # the option is there, and null
+    assert implementation(Gemma3TextConfig(), "sdpa") == "sdpa"

@@ -191,7 +191,7 @@ def test_a_truncated_shard_is_named(tmp_path):
     folder, format = quantized(tmp_path)
     shard = tmp_path / "nvfp4" / "model.safetensors"
     shard.write_bytes(shard.read_bytes()[:-100])
-    with pytest.raises(ConfigError, match=r"model\.safetensors is truncated"):
+    with pytest.raises(ConfigError, match=r"model\.safetensors is missing, truncated"):
         configured(folder, format)
     plain = tmp_path / "model" / "model.safetensors"
     plain.write_bytes(plain.read_bytes()[:-100])

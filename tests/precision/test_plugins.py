@@ -114,7 +114,7 @@ def test_converting_leaves_the_state_dict_alone_and_is_idempotent(name):
     before = {key: (tensor.shape, tensor.dtype, tensor.data_ptr()) for key, tensor in made.state_dict().items()}
     plugin.convert_module(made)
     layers = plugin.layers(made)
-    assert sorted(layers) == sorted(plugin.report.swapped) == sorted(LINEARS)
+    assert sorted(layers) == sorted(LINEARS)
     source = plugin.source(made.policy, plugin.format)
     assert source.shapes["model.layers.0.self_attn.k_proj"] == (32, 64)
     assert [key for key, _ in source.plain(None)] == [key for key, _ in made.policy.named_weights()]

@@ -19,7 +19,7 @@ from lit_qrl import formats
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats import Int4Group
 from lit_qrl.loop.batching import assemble
-from lit_qrl.network.expert_list import ExpertList
+from lit_qrl.network.experts import ExpertList
 from lit_qrl.network.linears import quantizable_linears
 from lit_qrl.network.shards import own, whole
 from lit_qrl.objective import GRPO

@@ -11,8 +11,8 @@ from typing_extensions import override
 
 from lit_qrl.formats.base import NumberFormat, PreparedWeight, QuantizedWeight
 from lit_qrl.network.autocast import autocast_input
-from lit_qrl.network.experts import ExpertStack, activation, experts_output
-from lit_qrl.network.grouped import can_group, grouped_output, grouped_product
+from lit_qrl.network.experts import ExpertStack, experts_output, one_after_another
+from lit_qrl.network.grouped import can_group, grouped_product
 from lit_qrl.network.linears import fused_groups
 from lit_qrl.network.stream import Finite, quantize_named
 
@@ -259,11 +259,10 @@ class LowBitExperts(nn.Module):
         self.train(plain.training)
 
     def forward(self, hidden_states: Tensor, chosen: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
-        """Return what the experts make of their tokens; the arguments are those of `routed`."""
-        stack, x = self.stack, autocast_input(hidden_states)
-        how = next(iter(self.weights.values())).arithmetic
-        if chosen is not None and weights is not None and len(x) and how.groups and can_group(stack, x):
-            return grouped_output(stack, self, self._multiply_all, x, chosen, weights).to(hidden_states.dtype)
+        """Return what the experts make of their tokens; the arguments are those of `experts_output`."""
+        stack, how = self.stack, next(iter(self.weights.values())).arithmetic
+        if chosen is not None and how.groups and can_group(stack, autocast_input(hidden_states)):
+            return experts_output(stack, self, self._multiply_all, hidden_states, chosen, weights)
         held = {matrix: self.get_parameter(matrix).unbind(0) for matrix in stack.parts}
 
         def multiply(expert: int, matrix: str, rows: Tensor) -> list[Tensor]:
@@ -272,11 +271,11 @@ class LowBitExperts(nn.Module):
                 for leaf, weight in zip(stack.parts[matrix], stack.parts_of(matrix, held[matrix][expert]), strict=True)
             ]
 
-        return experts_output(stack, self, multiply, hidden_states, chosen, weights)
+        return experts_output(stack, self, one_after_another(multiply), hidden_states, chosen, weights)
 
     def _multiply_all(self, matrix: str, rows: Tensor, ends: Tensor) -> list[Tensor]:
         """Return the products of rows sorted by expert with each matrix of theirs that lies in a parameter."""
-        stack, leaves = self.stack, self.stack.parts[matrix]
+        stack, leaves, rows = self.stack, self.stack.parts[matrix], autocast_input(rows)
         learned = stack.parts_of(matrix, self.get_parameter(matrix))
         made = []
         for leaf, weight in zip(leaves, learned, strict=True):
@@ -292,10 +291,6 @@ class LowBitExperts(nn.Module):
 
             made.append(grouped_product(rows, ends, operand, weight, backward))
         return made
-
-    def _apply_gate(self, rows: Tensor) -> Tensor:
-        """Return what lies between the two products, as the family's module computes it."""
-        return activation(self._plain[0])(rows)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "LowBitExperts":
         super()._apply(fn, recurse)

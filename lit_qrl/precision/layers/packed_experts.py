@@ -10,8 +10,8 @@ from torch import Tensor
 from lit_qrl.formats.base import QuantizedWeight
 from lit_qrl.formats.support import row_of
 from lit_qrl.network.autocast import autocast_input
-from lit_qrl.network.expert_list import ExpertList
-from lit_qrl.network.grouped import can_group, grouped_output, grouped_product
+from lit_qrl.network.experts import ExpertList, experts_output
+from lit_qrl.network.grouped import can_group, grouped_product
 from lit_qrl.precision.layers.packed_linear import PackedLinear
 from lit_qrl.receipts.checksum import slice_of
 
@@ -20,18 +20,18 @@ class PackedExperts(ExpertList):
     """Experts of `PackedLinear` layers; where the device has a grouped GEMM, each matrix is multiplied out for it."""
 
     def forward(self, hidden_states: Tensor, chosen: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
-        """Return what the experts make of their tokens; the arguments are those of `routed`."""
-        x = autocast_input(hidden_states)
+        """Return what the experts make of their tokens; the arguments are those of `experts_output`."""
         first: Any = next(iter(self._modules["0"].values()))  # pyright: ignore
-        apart = first.kernel == "format" or not can_group(self.stack, x)  # a format's own GEMM takes one weight
-        if chosen is None or weights is None or not len(x) or apart:
+        grouped = first.kernel != "format" and can_group(self.stack, autocast_input(hidden_states))
+        if chosen is None or not grouped:  # a format's own GEMM takes one weight
             return super().forward(hidden_states, chosen, weights)
 
         def multiply(matrix: str, rows: Tensor, ends: Tensor) -> list[Tensor]:
+            rows = autocast_input(rows)
             made = (partial(self._dequantized, leaf, rows) for leaf in self.stack.parts[matrix])
             return [grouped_product(rows, ends, operand) for operand in made]
 
-        return grouped_output(self.stack, self, multiply, x, chosen, weights).to(hidden_states.dtype)
+        return experts_output(self.stack, self, multiply, hidden_states, chosen, weights)
 
     @torch.no_grad()
     def _dequantized(self, leaf: str, like: Tensor) -> Tensor:

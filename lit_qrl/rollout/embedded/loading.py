@@ -12,10 +12,9 @@ from torch.nn import functional as F
 from lit_qrl.errors import nearest
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.network.autocast import autocast_input
-from lit_qrl.network.expert_list import ExpertList
-from lit_qrl.network.experts import ExpertStack, expert_stacks
+from lit_qrl.network.experts import ExpertList, ExpertStack, expert_stacks
 from lit_qrl.network.names import kept_in_fp32
-from lit_qrl.network.padding_free import padded_attention
+from lit_qrl.network.padding_free import ATTENTION
 from lit_qrl.network.quantized_linear import QuantizedLinear
 from lit_qrl.receipts.ledger import ReceivedLedger, RefusedError
 from lit_qrl.rollout.adapter import PREFIX, A, B, factors, scaling
@@ -40,7 +39,8 @@ def skeleton(network: Any, device: torch.device) -> Any:
     kind: Any = plain_class(network)
     config = copy.deepcopy(network.config)
     with init_empty_weights(include_buffers=False):
-        attention = padded_attention(config.get_text_config()._attn_implementation)
+        attention = config.get_text_config()._attn_implementation
+        attention = "sdpa" if attention == ATTENTION else attention  # what it had before `enable_padding_free`
         if attention == "sdpa" and getattr(kind, "_supports_attention_backend", False):  # takes those of the registry
             attention = FOLDED
         built = kind._from_config(config, attn_implementation=attention)
