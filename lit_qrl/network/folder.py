@@ -1,6 +1,7 @@
 """Safetensors folders, read and written a tensor at a time; a folder appears under its name when it is whole."""
 
 import copy
+import difflib
 import json
 import os
 import shutil
@@ -83,7 +84,8 @@ def _here(name: str, what: str = "model") -> Path | None:
     local = name.startswith((".", "/", "~")) or name.count("/") > 1
     if not local and (path.parent == Path() or not parents):
         return None
-    there = sorted(entry.name for entry in parents[0].glob("[!.]*") if entry.is_dir()) if parents else []
+    there = [entry.name for entry in parents[0].glob("[!.]*") if entry.is_dir()] if parents else []
+    there = difflib.get_close_matches(path.name, there, len(there) or 1, cutoff=0)
     remedy = f"{path.parent} holds {listed(there, 8)}." if there else "Correct the path."
     hub = "" if local else f" If the hub's is meant, work in a folder without {str(path.parent)!r}."
     raise ConfigError(f"The {what} folder does not exist.", given=name, remedy=remedy + hub)

@@ -115,11 +115,15 @@ class Finite:
     def check(self) -> None:
         """Wait for the device if anything is kept; raise `ConfigError` naming the first tensor that is not finite."""
         waiting, self._kept = self._kept, []
-        if waiting:
-            device = waiting[0][1].device
-            good = torch.stack([value.to(device, torch.float32) for _, value in waiting]).isfinite().tolist()
-            if not all(good):
-                raise self._not_finite(waiting[good.index(False)][0])
+        kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        for index, (_, value) in enumerate(waiting):
+            kinds.setdefault((value.device, value.dtype), []).append(index)
+        bad: list[int] = []
+        for members in kinds.values():  # of a kind, so that no number is a launch of its own
+            good = torch.stack([waiting[i][1] for i in members]).isfinite().tolist()
+            bad += [index for index, finite in zip(members, good, strict=True) if not finite]
+        if bad:
+            raise self._not_finite(waiting[min(bad)][0])
 
     def _not_finite(self, name: str) -> ConfigError:
         return ConfigError(f"{name} {self._fault}", expected="finite values", remedy=NONFINITE_REMEDY)

@@ -147,7 +147,7 @@ def test_a_name_under_a_folder_that_is_here_is_a_path(tmp_path, monkeypatch):
         "huggingface_hub.snapshot_download", lambda name, **options: asked.append(name) or str(tmp_path)
     )
     for name, words in (
-        ("mine/x", r"Given: mine/x\. mine holds fine, good\. .* folder without 'mine'"),
+        ("mine/goo", r"Given: mine/goo\. mine holds good, fine\. .* folder without 'mine'"),
         ("./other", r"Given: \./other\. \. holds mine\.$"),
         ("a/b/c", r"Given: a/b/c\. Correct the path\.$"),
     ):
