@@ -209,7 +209,7 @@ def swap_linears(
             remedy="Correct the plugin's `exclude` globs, or use a model made of nn.Linear layers.",
         )
     plain = {name: linear for name, linear in chosen.items() if not getattr(linear, "is_swapped", False)}
-    replaced = {linear: factory(name, linear) for name, linear in plain.items()}
+    replaced: dict[nn.Module, nn.Module] = {linear: factory(name, linear) for name, linear in plain.items()}
     for parent in list(root.modules()):
         # not `named_children`, which leaves out the second name of a shared layer
         for child_name, child in list(parent._modules.items()):
