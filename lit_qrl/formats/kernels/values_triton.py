@@ -147,7 +147,7 @@ def _int4_kernel(
         w + word[:, :, None] * 8 + tl.arange(0, 8)[None, None, :], mask=inside[:, None, None], other=0.0
     ).to(tl.float32)
     amax = tl.reduce(tl.reduce(tl.abs(values), 2, _greater), 1, _greater)
-    scale = _weight_scale(amax, (amax != amax).to(tl.int32), 1.0 / _STEPS, eps, w.dtype.element_ty)
+    scale = _weight_scale(amax, 1.0 / _STEPS, eps, w.dtype.element_ty)
     low = _low(scale, amax)
     divisor = scale[:, None, None]
     if BF16:
