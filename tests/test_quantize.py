@@ -250,7 +250,7 @@ def test_formats_that_no_folder_holds_or_nobody_knows():
     assert writable("fp8_row") == formats.get("fp8_row")
     with pytest.raises(ConfigError, match=r"no weight-only format.*fp8_row.*nvfp4.*Given: bf16"):
         writable("bf16")
-    with pytest.raises(ConfigError, match="activations fp8"):
+    with pytest.raises(ConfigError, match="activations=fp8"):
         writable("int4_group", activations="fp8")
     with pytest.raises(ConfigError, match="nvfp4"):
         writable("nvfp5")

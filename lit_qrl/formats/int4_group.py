@@ -92,12 +92,7 @@ class Int4Group(NumberFormat):
         return QuantizedWeight(pack_int4(codes), scale, None, self, (weight.shape[0], weight.shape[1]))
 
     def dequantize(self, q: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
-        assert q.scales is not None
-        made = dispatch.packed_values(q.codes, q.scales, self.group_size, "INT4", q.shape, dtype)
-        if made is not None:
-            return made
-        codes = unpack_int4(q.codes).float().unflatten(-1, (-1, self.group_size))
-        return codes.mul_(q.scales.float().unsqueeze(-1)).flatten(-2).to(dtype)
+        return dispatch.packed_values(q, self.group_size, "INT4", dtype)
 
     def prepare(self, q: QuantizedWeight, dtype: torch.dtype) -> PreparedWeight:
         # bf16 holds every code of the activations, and tensor cores take it; a CPU is as fast in fp32 and exact

@@ -27,6 +27,8 @@ class Scaled(NumberFormat):
 
     A row or block with NaN or inf has a scale that is not finite.
     """
+    block: ClassVar[tuple[int, int]] = (1, 1)
+    """Rows and columns of a weight that a scale covers where that is neither a row nor the whole."""
 
     @property
     def quantizes_activations(self) -> bool:
@@ -68,9 +70,7 @@ class Scaled(NumberFormat):
 
     def dequantize(self, q: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
         assert q.scales is not None
-        made = dispatch.scaled_values(q.codes, q.scales, dtype)
-        # 16 bits hold the codes exactly, so this rounds once, and needs no copy of the weight in fp32
-        return q.codes.to(dtype).mul_(q.scales.float()) if made is None else made
+        return dispatch.scaled_values(q.codes, q.scales, dtype, self.block)
 
     @abstractmethod
     def has_gemm(self, device: torch.device, shape: tuple[int, int]) -> bool:
@@ -121,6 +121,8 @@ class ScaledE4M3(Scaled):
 
     kind = "float"
     steps = E4M3_MAX
+    input_block: ClassVar[tuple[int, int]] = (1, 1)
+    """The same of activations."""
 
     @property
     def per_token(self) -> bool:
@@ -157,11 +159,15 @@ class ScaledE4M3(Scaled):
 
     def dequantized_kept(self, kept: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         if len(kept) == 1:
-            codes, scale = self._rounded(kept[0].reshape(-1, kept[0].shape[-1]))
-            return codes.mul_(scale).to(dtype)
-        codes, scale = kept
-        made = dispatch.scaled_values(codes, scale, dtype)
-        return codes.float().mul_(scale).to(dtype) if made is None else made
+            (x,) = kept
+            return self.rounded_input(x.reshape(-1, x.shape[-1])).to(dtype).view(x.shape)
+        codes, scales = kept
+        return dispatch.scaled_values(codes, scales, dtype, self.input_block)
+
+    def rounded_input(self, rows: Tensor) -> Tensor:
+        """Return the numbers of "m in" under their scales, multiplied out in fp32."""
+        codes, scale = self._rounded(rows)
+        return codes.mul_(scale)
 
     def _rounded(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return the numbers of "m in" under their scales, in fp32, and those scales."""

@@ -1,15 +1,26 @@
 """Quantizers in one pass over memory, where Triton is there; the same numbers from plain torch operations elsewhere."""
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from lit_qrl.formats.kernels import activations, gemm
-from lit_qrl.formats.numerics import E4M3, E4M3_MAX
+from lit_qrl.formats.numerics import (
+    E4M3,
+    E4M3_MAX,
+    fp4_values,
+    in_blocks,
+    power_of_two,
+    unpack_int4,
+    unpack_nibbles,
+)
 from lit_qrl.functional._launch import triton_installed
+
+if TYPE_CHECKING:
+    from lit_qrl.formats.base import QuantizedWeight
 
 BLOCK = 128
 TILES = "tiles"
@@ -138,8 +149,8 @@ def int4_groups(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor] | None
     return values_triton.int4_groups(weight, group_size)
 
 
-def scaled_values(codes: Tensor, scales: Tensor, dtype: torch.dtype, block: tuple[int, int] = (1, 1)) -> Tensor | None:
-    """Return codes of a byte times their scales, rounded once, from one kernel, or None where there is none.
+def scaled_values(codes: Tensor, scales: Tensor, dtype: torch.dtype, block: tuple[int, int] = (1, 1)) -> Tensor:
+    """Return codes of a byte times their scales, rounded once.
 
     Args:
         codes: E4M3 or int8, "rows columns".
@@ -147,37 +158,49 @@ def scaled_values(codes: Tensor, scales: Tensor, dtype: torch.dtype, block: tupl
         dtype: of the numbers.
         block: rows and columns that a scale covers, where it is not a row or the whole.
     """
-    if not (available_for_e4m3(codes, "values") if codes.dtype == E4M3 else available(codes, "values")):
-        return None
-    from lit_qrl.formats.kernels import values_triton
+    if available_for_e4m3(codes, "values") if codes.dtype == E4M3 else available(codes, "values"):
+        from lit_qrl.formats.kernels import values_triton
 
-    return values_triton.scaled_values(codes, scales, dtype, block)
+        return values_triton.scaled_values(codes, scales, dtype, block)
+    # 16 bits hold the codes exactly, so this rounds once, and needs no copy of them in fp32
+    numbers, scales = codes.to(dtype), scales.float()
+    if block == (1, 1):
+        return numbers.mul_(scales.reshape(-1, 1))
+    blocks = in_blocks(numbers, block).mul_(scales[:, None, :, None])
+    return blocks.flatten(2).flatten(0, 1)[: codes.shape[0], : codes.shape[1]].contiguous()
 
 
 def packed_values(
-    codes: Tensor,
-    scales: Tensor,
+    q: "QuantizedWeight",
     block: int,
     kind: Literal["INT4", "FP4", "NF4"],
-    shape: tuple[int, ...],
     dtype: torch.dtype,
-    divisor: Tensor | None = None,
     table: Tensor | None = None,
-) -> Tensor | None:
-    """Return the weight that packed 4-bit codes and their scales stand for, from one kernel; None where there is none.
+) -> Tensor:
+    """Return the weight that packed 4-bit codes and their scales stand for.
 
     Args:
-        codes: eight in four bytes.
-        scales: one per `block` weights, in their order; E4M3, exponents (E8M0), or floating point.
+        q: codes, two in a byte; scales, one per `block` weights in their order: E4M3, exponents (E8M0), or floating
+            point; their divisor in `global_scale`. Or a stack of such weights, a divisor for each.
         block: weights that share a scale.
         kind: what a code means.
-        shape: of the weight, or of a stack of them.
         dtype: of the weight.
-        divisor: of all scales, or as many as there are matrices; None divides none.
         table: the 16 numbers of NF4.
     """
-    if not (available_for_e4m3(codes, "values") if scales.dtype == E4M3 else available(codes, "values")):
-        return None
-    from lit_qrl.formats.kernels import values_triton
+    codes, scales, divisor = q.codes, q.scales, q.global_scale
+    assert scales is not None
+    shape = q.shape if codes.ndim == 2 else (len(codes), *q.shape)
+    if available_for_e4m3(codes, "values") if scales.dtype == E4M3 else available(codes, "values"):
+        from lit_qrl.formats.kernels import values_triton
 
-    return values_triton.values(codes, scales, block, getattr(values_triton, kind), shape, dtype, divisor, table)
+        return values_triton.values(codes, scales, block, getattr(values_triton, kind), shape, dtype, divisor, table)
+    if kind == "INT4":
+        numbers = unpack_int4(codes).float()
+    elif table is None:
+        numbers = fp4_values(unpack_nibbles(codes))
+    else:
+        numbers = table[torch.stack((codes >> 4, codes & 0x0F), dim=-1).long()]
+    scale = power_of_two(scales) if scales.dtype == torch.uint8 else scales.float()
+    if divisor is not None:
+        scale = scale / divisor.view(-1, *[1] * (scale.ndim - 1))
+    return numbers.view(*scale.shape, block).mul_(scale.unsqueeze(-1)).view(shape).to(dtype)
