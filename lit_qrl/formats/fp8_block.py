@@ -1,7 +1,6 @@
 """FP8 E4M3 with a scale per 128×128 block of the weight and per 1×128 of the activations (DeepSeek-V3, Jet-RL)."""
 
 from dataclasses import dataclass
-from math import ceil
 from typing import Any, ClassVar
 
 import torch
@@ -9,7 +8,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lit_qrl.formats.kernels import activations, dispatch, gemm
-from lit_qrl.formats.numerics import in_blocks, to_e4m3
 from lit_qrl.formats.scaled import ScaledE4M3
 
 BLOCK = gemm.BLOCK
@@ -29,22 +27,16 @@ class FP8Block(ScaledE4M3):
     name: ClassVar[str] = "fp8_block"
     rows_together: ClassVar[int | None] = BLOCK
     kernel = "fp8_blocks"
-    block, input_block = (BLOCK, BLOCK), (1, BLOCK)
 
     @property
     def bits_per_weight(self) -> float:
         return 8.0 + 32.0 / BLOCK**2
 
-    def amax(self, weight: Tensor) -> Tensor:
-        return in_blocks(weight, self.block).abs().amax(dim=(1, 3))
+    def extent(self, shape: tuple[int, int]) -> tuple[int, int]:
+        return (BLOCK, BLOCK)
 
-    def scale_shape(self, shape: tuple[int, int]) -> tuple[int, ...]:
-        return (ceil(shape[0] / BLOCK), ceil(shape[1] / BLOCK))
-
-    def encode(self, weight: Tensor, scale: Tensor) -> Tensor:
-        (rows, columns), (down, across) = weight.shape, scale.shape
-        codes = to_e4m3(in_blocks(weight, self.block) / scale[:, None, :, None]).reshape(down * BLOCK, across * BLOCK)
-        return codes[:rows, :columns].contiguous()
+    def input_extent(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        return (1, BLOCK)
 
     def has_gemm(self, device: torch.device, shape: tuple[int, int]) -> bool:
         return gemm.fp8_block_gemm(device, shape)
@@ -59,13 +51,10 @@ class FP8Block(ScaledE4M3):
         return dispatch.kept_tiles(x, columns=False)[0]
 
     def emulate(self, rows: Tensor, weight: Tensor) -> Tensor:
-        return F.linear(self.rounded_input(rows), weight)
+        return F.linear(activations.e4m3_dequantized(rows, (1, BLOCK)), weight)
 
     def kept_input(self, x: Tensor) -> tuple[Tensor, ...]:
         return super().kept_input(x) if x.shape[-1] % BLOCK == 0 else (x,)
-
-    def rounded_input(self, rows: Tensor) -> Tensor:
-        return activations.e4m3_group_dequantized(rows, BLOCK)
 
     def granularity(self) -> tuple[dict[str, Any], dict[str, Any]]:
         return {"strategy": "block", "block_structure": [BLOCK, BLOCK]}, {"strategy": "group", "group_size": BLOCK}

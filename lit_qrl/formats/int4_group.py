@@ -13,7 +13,6 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat, PreparedWeight, QuantizedWeight, compressed_tensors_config, expect_shape
 from lit_qrl.formats.kernels import activations, dispatch
 from lit_qrl.formats.numerics import (
-    E4M3_MAX,
     INT4_MAX,
     INT4_MIN,
     INT4_STEPS,
@@ -116,8 +115,7 @@ class Int4Group(NumberFormat):
     def _rounded(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return the codes of "m in" in fp32, and their scales "m 1"."""
         if self.activations == "fp8":
-            scale = activations.dynamic_scale(rows, -1, E4M3_MAX)
-            return activations.e4m3_rounded(rows, scale), scale
+            return activations.e4m3_rounded(rows, (1, rows.shape[1]))
         return activations.int8_rounded(rows)
 
     def export(self, q: QuantizedWeight, name: str) -> Iterator[tuple[str, Tensor]]:

@@ -181,6 +181,13 @@ def in_blocks(matrix: Tensor, block: tuple[int, int]) -> Tensor:
     return matrix.reshape(-(-rows // r), r, -(-columns // c), c)
 
 
+def of_blocks(blocks: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return the matrix of that shape that `in_blocks` cut."""
+    r, c = blocks.shape[0] * blocks.shape[1], blocks.shape[2] * blocks.shape[3]
+    matrix = blocks.reshape(r, c)
+    return matrix if (r, c) == tuple(shape) else matrix[: shape[0], : shape[1]].contiguous()
+
+
 def with_bias(out: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return the fp32 product `out` plus `bias`, added before the rounding to `dtype`."""
     return (out if bias is None else out.add_(bias)).to(dtype)

@@ -10,9 +10,9 @@ from torch.nn import functional as F
 from lit_qrl.formats.kernels import activations, gemm
 from lit_qrl.formats.numerics import (
     E4M3,
-    E4M3_MAX,
     fp4_values,
     in_blocks,
+    of_blocks,
     power_of_two,
     unpack_int4,
     unpack_nibbles,
@@ -105,10 +105,10 @@ def e4m3_tiles(x: Tensor, rows: bool, columns: bool) -> tuple[Tile | None, Tile 
         from lit_qrl.formats.kernels import tiles_triton
 
         return tiles_triton.tiles(x, rows, columns)[1:]
-    along = activations.e4m3_group_codes(x, BLOCK) if rows else None
+    along = activations.e4m3_codes(x, (1, BLOCK)) if rows else None
     across = None
     if columns:
-        across = activations.e4m3_group_codes(F.pad(x.t(), (0, -x.shape[0] % BLOCK)), BLOCK)
+        across = activations.e4m3_codes(F.pad(x.t(), (0, -x.shape[0] % BLOCK)), (1, BLOCK))
     return along, across
 
 
@@ -118,8 +118,8 @@ def e4m3_inputs(x: Tensor, per_token: bool) -> tuple[Tensor, Tensor]:
         from lit_qrl.formats.kernels import fp8_triton
 
         return fp8_triton.e4m3_tokens(x) if per_token else fp8_triton.e4m3_whole(x)
-    scale = activations.dynamic_scale(x, -1 if per_token else None, E4M3_MAX)
-    return activations.e4m3_codes(x, scale), scale
+    codes, scale = activations.e4m3_codes(x, (1 if per_token else x.shape[0], x.shape[1]))
+    return codes, scale if per_token else scale.reshape(())
 
 
 def transposed(codes: Tensor) -> Tensor:
@@ -149,25 +149,22 @@ def int4_groups(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor] | None
     return values_triton.int4_groups(weight, group_size)
 
 
-def scaled_values(codes: Tensor, scales: Tensor, dtype: torch.dtype, block: tuple[int, int] = (1, 1)) -> Tensor:
+def scaled_values(codes: Tensor, scales: Tensor, dtype: torch.dtype, block: tuple[int, int]) -> Tensor:
     """Return codes of a byte times their scales, rounded once.
 
     Args:
         codes: E4M3 or int8, "rows columns".
-        scales: one, "rows 1", or one for each block.
+        scales: one for each block, or one.
         dtype: of the numbers.
-        block: rows and columns that a scale covers, where it is not a row or the whole.
+        block: rows and columns that a scale covers.
     """
     if available_for_e4m3(codes, "values") if codes.dtype == E4M3 else available(codes, "values"):
         from lit_qrl.formats.kernels import values_triton
 
         return values_triton.scaled_values(codes, scales, dtype, block)
     # 16 bits hold the codes exactly, so this rounds once, and needs no copy of them in fp32
-    numbers, scales = codes.to(dtype), scales.float()
-    if block == (1, 1):
-        return numbers.mul_(scales.reshape(-1, 1))
-    blocks = in_blocks(numbers, block).mul_(scales[:, None, :, None])
-    return blocks.flatten(2).flatten(0, 1)[: codes.shape[0], : codes.shape[1]].contiguous()
+    scales = (scales.reshape(1, 1) if scales.numel() == 1 else scales).float()
+    return of_blocks(in_blocks(codes.to(dtype), block).mul_(scales[:, None, :, None]), codes.shape)
 
 
 def packed_values(
