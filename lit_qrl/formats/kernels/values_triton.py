@@ -128,10 +128,11 @@ def scaled_values(codes: Tensor, scales: Tensor, dtype: torch.dtype, block: tupl
     if scales.numel() == 1:
         scales = scales.reshape(1, 1)
     down, across = (stride if size > 1 else 0 for stride, size in zip(scales.stride(), scales.shape, strict=True))
-    block = tuple(size if count > 1 else 1 for size, count in zip(block, scales.shape, strict=True))  # one kernel
+    # one kernel for scales of rows, however wide
+    shared = [size if count > 1 else 1 for size, count in zip(block, scales.shape, strict=True)]
     out = torch.empty((rows, columns), dtype=dtype, device=codes.device)
     _scaled_kernel[rows, pieces(columns, SCALED)](
-        codes, scales, out, columns, down, across, *block, SCALED, num_warps=WARPS,
+        codes, scales, out, columns, down, across, *shared, SCALED, num_warps=WARPS,
     )  # fmt: skip
     return out
 
