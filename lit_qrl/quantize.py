@@ -35,8 +35,6 @@ log = logging.getLogger(__name__)
 
 SHARD_BYTES = 4 * 2**30
 """Largest shard that is written; it waits in memory."""
-RECORD = "quantize.json"
-"""What was done, in the folder that was made."""
 
 
 @dataclass(frozen=True)
@@ -156,14 +154,12 @@ def quantize_checkpoint(
             ) from error
         writer.close()
         copy_side_files(source, folder)
-        report = QuantizeReport(tuple(layers), checkpoint.bytes, writer.bytes)
-        (folder / RECORD).write_text(json.dumps(_record(source, format, exclude, report), indent=2) + "\n")
         config["quantization_config"] = format.quantization_config(plain)
         if (written := dtype or only) is not None:
             config.pop("torch_dtype", None)
             config["dtype"] = str(written).removeprefix("torch.")
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    return report
+    return QuantizeReport(tuple(layers), checkpoint.bytes, writer.bytes)
 
 
 def _skeleton(source: Path) -> Any:
@@ -322,15 +318,3 @@ class _Worker:
                 raise ConfigError(f"{name} holds NaN or inf.", remedy=NONFINITE_REMEDY)
             casts = self.plain is not None and name not in self.kept and tensor.is_floating_point()
             yield self.checkpoint.stored(name), tensor.to(self.plain) if casts else tensor
-
-
-def _record(source: Path, format: NumberFormat, exclude: Sequence[str], report: QuantizeReport) -> dict[str, Any]:
-    from lit_qrl import __version__
-
-    return {
-        "made_by": f"lit_qrl {__version__}",
-        "source": source.name,
-        "format": str(format),
-        "exclude": list(exclude),
-        "layers": len(report.layers),
-    }

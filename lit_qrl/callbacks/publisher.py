@@ -107,8 +107,8 @@ class WeightPublisher(RLCallback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the published version and what the probe measured first."""
-        return {"version": self.publisher.version, "probe": self.publisher.scores.baseline}
+        return {"version": self.publisher.version, "probe": self.publisher.baseline}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue the numbering and the probe's bound."""
-        self.publisher.version, self.publisher.scores.baseline = state_dict["version"], state_dict.get("probe")
+        self.publisher.version, self.publisher.baseline = state_dict["version"], state_dict.get("probe")

@@ -96,10 +96,8 @@ def export(
     else:
         output.absolute().parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".export-", dir=output.absolute().parent) as place:
-            whole = Path(place, config_path.absolute().parent.name)  # what quantize.json names as the source
-            whole.mkdir()
-            write_plain(policy, whole, plain, shard_bytes)
-            quantize_checkpoint(whole, output, chosen, exclude=exclude, dtype=plain, shard_bytes=shard_bytes)
+            write_plain(policy, Path(place), plain, shard_bytes)
+            quantize_checkpoint(Path(place), output, chosen, exclude=exclude, dtype=plain, shard_bytes=shard_bytes)
     print(output)
     return output
 

@@ -68,15 +68,7 @@ class NumberFormat(ABC):
     """True when scales have the dtype of the weight, which is cast to the engine's before it is quantized."""
 
     def __str__(self) -> str:
-        """Return name and settings, as in `int4_group (group_size 64)`."""
-        settings = {one.name: getattr(self, one.name) for one in fields(self)} if is_dataclass(self) else {}
-        on = {name: value for name, value in settings.items() if value is not None and value is not False}
-        shown = ", ".join(name if value is True else f"{name} {value}" for name, value in on.items())
-        return f"{self.name} ({shown})" if shown else self.name
-
-    @property
-    def typed(self) -> str:
-        """Name and settings as `formats.get` reads them, as in `int4_group:group_size=64`."""
+        """Return name and settings as `formats.get` reads them, as in `int4_group:group_size=64`."""
         options = fields(self) if is_dataclass(self) else ()
         own = [(one.name, getattr(self, one.name)) for one in options if getattr(self, one.name) != one.default]
         given = ",".join(name if value is True else f"{name}={value}" for name, value in own)

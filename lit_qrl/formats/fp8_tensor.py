@@ -42,8 +42,8 @@ class FP8Tensor(ScaledE4M3):
     def per_token(self) -> bool:
         return self.activations == "token"
 
-    def amax(self, weight: Tensor) -> Tensor:
-        return weight.abs().amax()
+    def extent(self, shape: tuple[int, int]) -> tuple[int, int]:
+        return shape
 
     def scale_shape(self, shape: tuple[int, int]) -> tuple[int, ...]:
         return (1,)
@@ -55,9 +55,8 @@ class FP8Tensor(ScaledE4M3):
         if shared_amax is not None:
             amaxes = shared_amax.to(device=weights.device, dtype=weights.dtype)
         scales = scale_from_amax(amaxes, self.steps).unsqueeze(1)
-        return QuantizedWeight(
-            self.encode(weights.detach(), scales.unsqueeze(2)), scales, None, self, (weights.shape[1], weights.shape[2])
-        )
+        codes = self.encode(weights.detach() / scales.unsqueeze(2))
+        return QuantizedWeight(codes, scales, None, self, (weights.shape[1], weights.shape[2]))
 
     def granularity(self) -> tuple[dict[str, Any], dict[str, Any]]:
         return {"strategy": "tensor"}, {"strategy": self.activations}

@@ -13,7 +13,6 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat, PreparedWeight, QuantizedWeight, compressed_tensors_config, expect_shape
 from lit_qrl.formats.kernels import activations, dispatch
 from lit_qrl.formats.numerics import (
-    E4M3_MAX,
     INT4_MAX,
     INT4_MIN,
     INT4_STEPS,
@@ -92,12 +91,7 @@ class Int4Group(NumberFormat):
         return QuantizedWeight(pack_int4(codes), scale, None, self, (weight.shape[0], weight.shape[1]))
 
     def dequantize(self, q: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
-        assert q.scales is not None
-        made = dispatch.packed_values(q.codes, q.scales, self.group_size, "INT4", q.shape, dtype)
-        if made is not None:
-            return made
-        codes = unpack_int4(q.codes).float().unflatten(-1, (-1, self.group_size))
-        return codes.mul_(q.scales.float().unsqueeze(-1)).flatten(-2).to(dtype)
+        return dispatch.packed_values(q, self.group_size, "INT4", dtype)
 
     def prepare(self, q: QuantizedWeight, dtype: torch.dtype) -> PreparedWeight:
         # bf16 holds every code of the activations, and tensor cores take it; a CPU is as fast in fp32 and exact
@@ -121,8 +115,7 @@ class Int4Group(NumberFormat):
     def _rounded(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return the codes of "m in" in fp32, and their scales "m 1"."""
         if self.activations == "fp8":
-            scale = activations.dynamic_scale(rows, -1, E4M3_MAX)
-            return activations.e4m3_rounded(rows, scale), scale
+            return activations.e4m3_rounded(rows, (1, rows.shape[1]))
         return activations.int8_rounded(rows)
 
     def export(self, q: QuantizedWeight, name: str) -> Iterator[tuple[str, Tensor]]:

@@ -28,8 +28,8 @@ class Int8Channel(Scaled):
     kind = "int"
     steps = INT8_STEPS
 
-    def encode(self, weight: Tensor, scale: Tensor) -> Tensor:
-        return (weight / scale).clamp_(_MIN, _MAX).round_().to(torch.int8)
+    def encode(self, quotient: Tensor) -> Tensor:
+        return quotient.clamp_(_MIN, _MAX).round_().to(torch.int8)
 
     def has_gemm(self, device: torch.device, shape: tuple[int, int]) -> bool:
         return gemm.int8_gemm(device, shape)

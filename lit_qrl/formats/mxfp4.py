@@ -10,11 +10,10 @@ from torch import Tensor
 from lit_qrl.formats.base import NumberFormat, QuantizedWeight, compressed_tensors_config, expect_shape
 from lit_qrl.formats.kernels import dispatch
 from lit_qrl.formats.numerics import (
-    fp4_values,
     pack_nibbles,
+    power_of_two,
     require_finite,
     to_fp4_codes,
-    unpack_nibbles,
 )
 
 BLOCK = 32
@@ -62,12 +61,7 @@ class MXFP4(NumberFormat):
         return QuantizedWeight(pack_nibbles(codes), exponent, None, self, (weight.shape[0], weight.shape[1]))
 
     def dequantize(self, q: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
-        assert q.scales is not None
-        made = dispatch.packed_values(q.codes, q.scales, BLOCK, "FP4", q.shape, dtype)
-        if made is not None:
-            return made
-        values = fp4_values(unpack_nibbles(q.codes)).unflatten(-1, (-1, BLOCK))
-        return values.mul_(power_of_two(q.scales).unsqueeze(-1)).flatten(-2).to(dtype)
+        return dispatch.packed_values(q, BLOCK, "FP4", dtype)
 
     def load(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
         scales = tensors["weight_scale"].reshape(shape[0], shape[1] // BLOCK)
@@ -97,12 +91,3 @@ def _scale(amax: Tensor) -> Tensor:
     scale = power_of_two((exponent + _BIAS).to(torch.uint8)).to(amax.dtype)
     # 2^-127 is below what fp16 can hold; compressed-tensors stores a scale of 1 then.
     return torch.where(scale == 0, torch.ones_like(scale), scale)
-
-
-def power_of_two(biased: Tensor) -> Tensor:
-    """Return 2^(biased − 127) in fp32 of the bytes of E8M0 numbers, NaN of 255; exact down to 2^-127.
-
-    >>> power_of_two(torch.tensor([127, 130], dtype=torch.uint8)).tolist()
-    [1.0, 8.0]
-    """
-    return biased.view(torch.float8_e8m0fnu).float()

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lit_qrl.formats.base import NumberFormat, PreparedWeight, QuantizedWeight, compressed_tensors_config, expect_shape
-from lit_qrl.formats.mxfp4 import BLOCK, NAN, power_of_two
-from lit_qrl.formats.numerics import E4M3, E4M3_MAX, require_finite
+from lit_qrl.formats.mxfp4 import BLOCK, NAN
+from lit_qrl.formats.numerics import E4M3, E4M3_MAX, power_of_two, require_finite
 
 _LARGEST_EXPONENT = 8  # of an E4M3 number: 448 = 1.75 · 2^8
 

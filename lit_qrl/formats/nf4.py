@@ -78,14 +78,7 @@ class NF4(NumberFormat):
         return QuantizedWeight(packed, amax, None, self, (weight.shape[0], weight.shape[1]))
 
     def dequantize(self, q: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
-        assert q.scales is not None
-        made = dispatch.packed_values(q.codes, q.scales, BLOCK, "NF4", q.shape, dtype, table=_table(q.codes.device))
-        if made is not None:
-            return made
-        flat = q.codes.flatten()
-        codes = torch.stack((flat >> 4, flat & 0x0F), dim=-1)
-        values = _table(q.codes.device)[codes.long()].view(-1, BLOCK)
-        return values.mul_(q.scales.unsqueeze(-1)).view(q.shape).to(dtype)
+        return dispatch.packed_values(q, BLOCK, "NF4", dtype, _table(q.codes.device))
 
     def checkpoint(self, q: QuantizedWeight, name: str) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors that transformers reads into a bitsandbytes layer."""

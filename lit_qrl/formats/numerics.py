@@ -10,6 +10,7 @@ from contextvars import ContextVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lit_qrl.errors import ConfigError
 
@@ -151,16 +152,40 @@ def unpack_nibbles(packed: Tensor) -> Tensor:
 
 def pack_int4(codes: Tensor) -> Tensor:
     """Return eight signed 4-bit codes (int8, "out in") per int32, offset by 8, the first one lowest."""
-    rows, columns = codes.shape
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=codes.device)
-    unsigned = (codes.to(torch.int32) + 8).view(rows, columns // 8, 8)
-    return (unsigned << shifts).sum(dim=-1, dtype=torch.int32)
+    return pack_nibbles((codes + 8).view(torch.uint8)).view(torch.int32)
 
 
 def unpack_int4(packed: Tensor) -> Tensor:
     """Return the signed 4-bit codes of `pack_int4`, as int8 "out in"."""
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=packed.device)
-    return (((packed.unsqueeze(-1) >> shifts) & 0x0F) - 8).to(torch.int8).flatten(-2)
+    return unpack_nibbles(packed.view(torch.uint8)).view(torch.int8) - 8
+
+
+def power_of_two(biased: Tensor) -> Tensor:
+    """Return 2^(biased − 127) in fp32 of the bytes of E8M0 numbers, NaN of 255; exact down to 2^-127.
+
+    >>> power_of_two(torch.tensor([127, 130], dtype=torch.uint8)).tolist()
+    [1.0, 8.0]
+    """
+    return biased.view(torch.float8_e8m0fnu).float()
+
+
+def in_blocks(matrix: Tensor, block: tuple[int, int]) -> Tensor:
+    """Return a matrix, padded with zeros to whole blocks of so many rows and columns, as "m/r r k/c c".
+
+    >>> in_blocks(torch.ones(3, 4), (2, 4)).shape
+    torch.Size([2, 2, 1, 4])
+    """
+    (rows, columns), (r, c) = matrix.shape, block
+    if rows % r or columns % c:
+        matrix = F.pad(matrix, (0, -columns % c, 0, -rows % r))
+    return matrix.reshape(-(-rows // r), r, -(-columns // c), c)
+
+
+def of_blocks(blocks: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return the matrix of that shape that `in_blocks` cut."""
+    r, c = blocks.shape[0] * blocks.shape[1], blocks.shape[2] * blocks.shape[3]
+    matrix = blocks.reshape(r, c)
+    return matrix if (r, c) == tuple(shape) else matrix[: shape[0], : shape[1]].contiguous()
 
 
 def with_bias(out: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

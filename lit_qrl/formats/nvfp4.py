@@ -23,7 +23,6 @@ from lit_qrl.formats.numerics import (
     pack_nibbles,
     require_finite,
     to_fp4_codes,
-    unpack_nibbles,
 )
 
 BLOCK = 16
@@ -118,15 +117,7 @@ class NVFP4(NumberFormat):
 
     def dequantize(self, q: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the weight, or those of a stack, one for each global scale."""
-        assert q.scales is not None
-        assert q.global_scale is not None
-        shape = (*q.codes.shape[:-1], q.codes.shape[-1] * 2)
-        made = dispatch.packed_values(q.codes, q.scales, BLOCK, "FP4", shape, dtype, q.global_scale)
-        if made is not None:
-            return made
-        scale = q.scales.float() / (q.global_scale.unsqueeze(-1) if q.codes.ndim > 2 else q.global_scale)
-        values = fp4_values(unpack_nibbles(q.codes)).unflatten(-1, (-1, BLOCK))
-        return values.mul_(scale.unsqueeze(-1)).flatten(-2).to(dtype)
+        return dispatch.packed_values(q, BLOCK, "FP4", dtype)
 
     def load(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
         scales = tensors["weight_scale"].reshape(shape[0], shape[1] // BLOCK)

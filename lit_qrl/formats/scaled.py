@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from lit_qrl.formats.base import NumberFormat, PreparedWeight, QuantizedWeight, compressed_tensors_config, expect_shape
 from lit_qrl.formats.kernels import activations, dispatch, gemm
-from lit_qrl.formats.numerics import E4M3_MAX, require_finite, scale_from_amax, to_e4m3, with_bias
+from lit_qrl.formats.numerics import E4M3_MAX, in_blocks, of_blocks, require_finite, scale_from_amax, to_e4m3, with_bias
 
 
 class Scaled(NumberFormat):
@@ -23,7 +23,7 @@ class Scaled(NumberFormat):
     steps: ClassVar[float]
     """What the largest magnitude under a scale is divided by."""
     kernel: ClassVar[Literal["fp8_blocks", "fp8_rows"] | None] = None
-    """Makes codes and scales of a weight at once, with the bits of `amax` and `encode`, where a device has it.
+    """Makes codes and scales of a weight at once, with the bits of plain operations, where a device has it.
 
     A row or block with NaN or inf has a scale that is not finite.
     """
@@ -40,17 +40,18 @@ class Scaled(NumberFormat):
     def bits_per_weight(self) -> float:
         return 8.0
 
-    def amax(self, weight: Tensor) -> Tensor:
-        """Return the largest magnitude under each scale."""
-        return weight.abs().amax(dim=1, keepdim=True)
+    def extent(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """Return of how many rows and columns of a weight a scale is."""
+        return (1, shape[1])
 
     def scale_shape(self, shape: tuple[int, int]) -> tuple[int, ...]:
-        """Return the shape of the scales of a weight of `shape`."""
-        return (shape[0], 1)
+        """Return the shape of the scales of a weight."""
+        rows, columns = self.extent(shape)
+        return (-(-shape[0] // rows), -(-shape[1] // columns))
 
     @abstractmethod
-    def encode(self, weight: Tensor, scale: Tensor) -> Tensor:
-        """Return the codes "out in" of a weight under its scales."""
+    def encode(self, quotient: Tensor) -> Tensor:
+        """Return the codes of a weight that was divided by its scales."""
 
     @torch.no_grad()
     def quantize(self, weight: Tensor, shared_amax: Tensor | None = None) -> QuantizedWeight:
@@ -59,18 +60,18 @@ class Scaled(NumberFormat):
         if made is not None:
             require_finite(made[1])
             return QuantizedWeight(*made, None, self, shape)
-        amax = self.amax(weight)
+        blocks = in_blocks(weight, self.extent(shape))
+        amax = blocks.abs().amax(dim=(1, 3))
         require_finite(amax)
         if shared_amax is not None and self.shares_amax:
-            amax = shared_amax.to(device=weight.device, dtype=weight.dtype)
-        scale = scale_from_amax(amax, self.steps).reshape(self.scale_shape(shape))
-        return QuantizedWeight(self.encode(weight, scale), scale, None, self, shape)
+            amax = shared_amax.to(device=weight.device, dtype=weight.dtype).reshape(1, 1)
+        scale = scale_from_amax(amax, self.steps)
+        codes = of_blocks(self.encode(blocks / scale[:, None, :, None]), shape)
+        return QuantizedWeight(codes, scale.reshape(self.scale_shape(shape)), None, self, shape)
 
     def dequantize(self, q: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
         assert q.scales is not None
-        made = dispatch.scaled_values(q.codes, q.scales, dtype)
-        # 16 bits hold the codes exactly, so this rounds once, and needs no copy of the weight in fp32
-        return q.codes.to(dtype).mul_(q.scales.float()) if made is None else made
+        return dispatch.scaled_values(q.codes, q.scales, dtype, self.extent(q.shape))
 
     @abstractmethod
     def has_gemm(self, device: torch.device, shape: tuple[int, int]) -> bool:
@@ -127,8 +128,12 @@ class ScaledE4M3(Scaled):
         """True for one scale per token, False for one per call."""
         return True
 
-    def encode(self, weight: Tensor, scale: Tensor) -> Tensor:
-        return to_e4m3(weight / scale)
+    def encode(self, quotient: Tensor) -> Tensor:
+        return to_e4m3(quotient)
+
+    def input_extent(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Return of how many rows and columns of inputs "m in" a scale is."""
+        return (1 if self.per_token else shape[0], shape[1])
 
     def has_gemm(self, device: torch.device, shape: tuple[int, int]) -> bool:
         return gemm.fp8_gemm(device, shape)
@@ -146,7 +151,7 @@ class ScaledE4M3(Scaled):
         return dispatch.made_once(x, "tokens" if self.per_token else "whole", False, make)[0]
 
     def emulate(self, rows: Tensor, weight: Tensor) -> Tensor:
-        codes, scale = self._rounded(rows)
+        codes, scale = activations.e4m3_rounded(rows, self.input_extent(rows.shape))
         return F.linear(codes, weight).mul_(scale)
 
     def kept_input(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -157,13 +162,7 @@ class ScaledE4M3(Scaled):
 
     def dequantized_kept(self, kept: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         if len(kept) == 1:
-            codes, scale = self._rounded(kept[0].reshape(-1, kept[0].shape[-1]))
-            return codes.mul_(scale).to(dtype)
-        codes, scale = kept
-        made = dispatch.scaled_values(codes, scale, dtype)
-        return codes.float().mul_(scale).to(dtype) if made is None else made
-
-    def _rounded(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the numbers of "m in" under their scales, in fp32, and those scales."""
-        scale = activations.dynamic_scale(rows, -1 if self.per_token else None, E4M3_MAX)
-        return activations.e4m3_rounded(rows, scale), scale
+            rows = kept[0].reshape(-1, kept[0].shape[-1])
+            return activations.e4m3_dequantized(rows, self.input_extent(rows.shape)).to(dtype).view(kept[0].shape)
+        codes, scales = kept
+        return dispatch.scaled_values(codes, scales, dtype, self.input_extent(codes.shape))

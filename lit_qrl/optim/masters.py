@@ -87,9 +87,6 @@ class MasterWeights(Optimizer):
         build: makes the inner optimizer from such pairs; any that skips parameters without a gradient.
         bucket_elements: weights whose fp32 form exists at a time.
 
-    Raises:
-        ConfigError: for an optimizer that calls the closure itself.
-
     >>> weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     >>> optimizer = MasterWeights([("w", weight)], lambda named: torch.optim.SGD(named, lr=2**-12))
     >>> weight.grad = torch.ones_like(weight)
@@ -112,11 +109,6 @@ class MasterWeights(Optimizer):
             stands_for[inner] = parameter
             pairs.append((name, inner))
         self.inner = build(pairs)
-        if isinstance(self.inner, torch.optim.LBFGS):
-            raise ConfigError(
-                "LBFGS evaluates the loss several times in one step, which a step on 16-bit weights cannot.",
-                remedy="Set model.policy.dtype to fp32, or choose another optimizer.",
-            )
         self.bucket_elements = bucket_elements
         groups = [
             {**group, "params": [stands_for[inner] for inner in group["params"]]} for group in self.inner.param_groups

@@ -257,7 +257,7 @@ def check_shapes(
     raise ConfigError(
         f"{count} not fit {format.name}: {', '.join(faults[:4])}{' …' if len(faults) > 4 else ''}.",
         expected=expected,
-        remedy=f"{f'Write {smaller.typed}, exclude' if smaller else 'Exclude'} them with globs in {where}, or choose "
+        remedy=f"{f'Write {smaller}, exclude' if smaller else 'Exclude'} them with globs in {where}, or choose "
         "another format.",
     )
 

@@ -58,14 +58,13 @@ class ProbeResult:
 
 
 class Probe:
-    """Scores 8 sequences of 64 random tokens and compares.
+    """Scores 8 sequences of random tokens, the same in each run, and compares.
 
     Args:
         vocabulary: number of token ids to draw from.
         activations: True when the sampler quantizes activations, which differ more.
-        sequences: how many.
-        length: tokens of each.
-        seed: of the tokens.
+        length: tokens of each sequence.
+        baseline: mean of the first probe that passed, in nats, or None where none did yet.
 
     >>> probe = Probe(100)
     >>> scores = [torch.zeros(63)] * 8
@@ -74,12 +73,12 @@ class Probe:
     """
 
     def __init__(
-        self, vocabulary: int, activations: bool = False, sequences: int = 8, length: int = 64, seed: int = 0
+        self, vocabulary: int, activations: bool = False, length: int = LENGTH, baseline: float | None = None
     ) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self.tokens: list[list[int]] = torch.randint(vocabulary, (sequences, length), generator=generator).tolist()
+        generator = torch.Generator().manual_seed(0)
+        self.tokens: list[list[int]] = torch.randint(vocabulary, (8, length), generator=generator).tolist()
         self.first_bound = FIRST_BOUND_ACTIVATIONS if activations else FIRST_BOUND
-        self.baseline: float | None = None
+        self.baseline = baseline
 
     def compare(
         self, engine: Sequence[Tensor], learner: Sequence[Tensor], jittered: Sequence[Tensor] | None = None
@@ -109,80 +108,59 @@ def _difference(one: Sequence[Tensor], other: Sequence[Tensor]) -> Tensor:
     return (torch.cat([s.cpu() for s in one]) - torch.cat([s.cpu() for s in other])).double().abs()
 
 
-class ScoreCheck:
-    """Compares the engine's log-probs with the learner's at every n-th publish, and at the first to a new engine.
+def check_scores(
+    learner: Learner,
+    engine: RolloutEngine,
+    source: WeightSource,
+    merged: bool,
+    altered: Mapping[str, Tensor],
+    version: int,
+    baseline: float | None,
+) -> float | None:
+    """Score the probe on both sides and return the baseline of later ones; an engine that cannot score is not compared.
 
     Args:
-        every: publishes between two comparisons; 0 never compares.
+        learner: with the policy, and the Trainer under whose precision plugin it computes.
+        engine: that was published to.
+        source: of what was published.
+        merged: False when an adapter stands beside the base.
+        altered: tensors that callbacks changed, by parameter name; an empty one stands for a whole matrix.
+        version: of the publish.
+        baseline: what the probe before returned.
+
+    Raises:
+        PublishError: when the mean difference is beyond the bound, or a score is not finite.
     """
-
-    def __init__(self, every: int) -> None:
-        self.every = every
-        self.probe: Probe | None = None
-        self.baseline: float | None = None
-
-    def due(self, published: int, rebuilt: bool) -> bool:
-        """Return True when the publish after `published` others is compared."""
-        return self.every > 0 and (published % self.every == 0 or rebuilt)
-
-    def check(
-        self,
-        learner: Learner,
-        engine: RolloutEngine,
-        source: WeightSource,
-        merged: bool,
-        altered: Mapping[str, Tensor],
-        version: int,
-    ) -> None:
-        """Score the probe on both sides; an engine that cannot score is not compared.
-
-        Args:
-            learner: with the policy, and the Trainer under whose precision plugin it computes.
-            engine: that was published to.
-            source: of what was published.
-            merged: False when an adapter stands beside the base.
-            altered: tensors that callbacks changed, by parameter name; an empty one stands for a whole matrix.
-            version: of the publish.
-
-        Raises:
-            PublishError: when the mean difference is beyond the bound, or a score is not finite.
-        """
-        if (source.packed and not source.aligned) or any(tensor.numel() == 0 for tensor in altered.values()):
-            return  # the learner cannot compute as this sampler does
-        if not isinstance(engine, Scores):
-            return
-        network, probe = learner.policy.network, self._probe_of(learner, source)
-        settings: dict[str, Any] = {
-            "format": None if source.aligned else source.format,
-            "exclude": source.exclude,
-            "head": source.head,
-            "merged": merged,
-            "overrides": dict(altered) or None,
-        }
-        computing = learner.trainer.precision_plugin.forward_context()
-        with learner.iteration.timed("verify"), computing, source.as_sampled():
-            expected = learner_scores(network, probe.tokens, **settings)
-            scores = engine.score(probe.tokens)
-            result = probe.compare(scores, expected)
-            if not result.passed and probe.baseline is None:
-                dtype = source.plain_dtype(engine.plain_dtype) or next(network.parameters()).dtype
-                jittered = learner_scores(network, probe.tokens, **settings, jitter=torch.finfo(dtype).eps / 2)
-                result = probe.compare(scores, expected, jittered)
-        self.baseline = probe.baseline
-        learner.iteration.metrics.update(
-            {"publish/probe_mean": result.mean, "publish/probe_max": result.max, "publish/probe_bound": result.bound}
-        )
-        if not result.passed:
-            raise PublishError([Fault("probe", "the sampler", _measured(result))], version)
-
-    def _probe_of(self, learner: Learner, source: WeightSource) -> Probe:
-        if self.probe is None:
-            length = min(LENGTH, learner.data.max_prompt_tokens + learner.data.max_completion_tokens)
-            noisy = source.format is not None and source.format.quantizes_activations
-            vocabulary = learner.policy.network.config.get_text_config().vocab_size
-            self.probe = Probe(vocabulary, noisy, length=length)
-            self.probe.baseline = self.baseline
-        return self.probe
+    if (source.packed and not source.aligned) or any(tensor.numel() == 0 for tensor in altered.values()):
+        return baseline  # the learner cannot compute as this sampler does
+    if not isinstance(engine, Scores):
+        return baseline
+    network, data = learner.policy.network, learner.data
+    noisy = source.format is not None and source.format.quantizes_activations
+    length = min(LENGTH, data.max_prompt_tokens + data.max_completion_tokens)
+    probe = Probe(network.config.get_text_config().vocab_size, noisy, length, baseline)
+    settings: dict[str, Any] = {
+        "format": None if source.aligned else source.format,
+        "exclude": source.exclude,
+        "head": source.head,
+        "merged": merged,
+        "overrides": dict(altered) or None,
+    }
+    computing = learner.trainer.precision_plugin.forward_context()
+    with learner.iteration.timed("verify"), computing, source.as_sampled():
+        expected = learner_scores(network, probe.tokens, **settings)
+        scores = engine.score(probe.tokens)
+        result = probe.compare(scores, expected)
+        if not result.passed and baseline is None:
+            dtype = source.plain_dtype(engine.plain_dtype) or next(network.parameters()).dtype
+            jittered = learner_scores(network, probe.tokens, **settings, jitter=torch.finfo(dtype).eps / 2)
+            result = probe.compare(scores, expected, jittered)
+    learner.iteration.metrics.update(
+        {"publish/probe_mean": result.mean, "publish/probe_max": result.max, "publish/probe_bound": result.bound}
+    )
+    if not result.passed:
+        raise PublishError([Fault("probe", "the sampler", _measured(result))], version)
+    return probe.baseline
 
 
 def _measured(result: ProbeResult) -> str:

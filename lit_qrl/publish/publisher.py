@@ -28,7 +28,7 @@ from lit_qrl.network.adapters import lost_in_merge
 from lit_qrl.network.shards import is_sharded
 from lit_qrl.precision.source import Change, PublishingPrecision, unchanged
 from lit_qrl.publish.delivery import AdapterBeside, Delivery
-from lit_qrl.publish.probe import ScoreCheck
+from lit_qrl.publish.probe import check_scores
 from lit_qrl.publish.spec import OnHang, PublishSettings, sampler_spec, source_of, trained_source
 from lit_qrl.receipts.ledger import PublishError, PublishReport
 from lit_qrl.rollout.engine import EngineDiedError, Pauses
@@ -63,7 +63,8 @@ class Publisher:
     def __init__(self, settings: PublishSettings) -> None:
         self.settings = settings
         self.version = -1
-        self.scores = ScoreCheck(settings.probe_every)
+        self.baseline: float | None = None
+        """What the first probe of the run measured."""
         self._deaths = 0
         """Of the engine, since it last drew everything that it was asked for."""
         self.evaluated_in = ""
@@ -237,7 +238,9 @@ class Publisher:
         perturbing = [callback for callback in rl_callbacks(trainer) if overrides(callback, "on_publish")]
         # A learner in parts scores through the strategy's hooks alone, not layer by layer in a format.
         network, merged = learner.policy.network, self.spec.adapter is None
-        compared = self.scores.due(self._published, self._rebuilt) and not is_sharded(network)
+        every = self.settings.probe_every
+        due = every > 0 and (self._published % every == 0 or self._rebuilt)
+        compared = due and not is_sharded(network)
         # Each attempt starts the callbacks anew: what a repeated one draws is what the first drew.
         for callback in rl_callbacks(trainer):
             callback.on_rollout_start(trainer, learner, self.version)
@@ -253,7 +256,7 @@ class Publisher:
 
         report, source = self._sampler(connection, change), connection.source
         if compared:
-            self.scores.check(learner, self.engine, source, merged, altered, self.version)
+            self.baseline = check_scores(learner, self.engine, source, merged, altered, self.version, self.baseline)
         # and once there is an update: an adapter begins at zero and has nothing to lose
         asked = compared or (self._published == 1 and not is_sharded(network))
         if asked and merged and learner.policy.lora is not None and not source.packed:

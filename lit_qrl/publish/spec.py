@@ -238,19 +238,13 @@ def _remedy_of_format(format: NumberFormat | None) -> str:
 
 def _check_kind(policy: CausalPolicy, engine: RolloutEngine) -> None:
     """Raise `ConfigError` for a masked-diffusion policy in an engine of causal models, or the reverse."""
-    if policy.denoises and not engine.denoises:
+    if policy.denoises != engine.denoises:
+        ways = ("draws from left to right", "fills in masks")
         raise ConfigError(
-            f"{type(engine).__name__} draws from left to right, and {type(policy).__name__} fills in masks.",
-            expected="data.engine: DiffusionEngine",
-            given=type(engine).__name__,
-            remedy="Set data.engine to DiffusionEngine.",
-        )
-    if engine.denoises and not policy.denoises:
-        raise ConfigError(
-            f"{type(engine).__name__} fills in masks, and {type(policy).__name__} writes from left to right.",
-            expected="model.policy: DiffusionPolicy, with a masked-diffusion model",
-            given=type(policy).__name__,
-            remedy="Set data.engine to TransformersEngine or VLLMEngine, or model.policy to DiffusionPolicy.",
+            f"{type(engine).__name__} {ways[engine.denoises]}, and {type(policy).__name__} {ways[policy.denoises]}.",
+            expected="DiffusionEngine for DiffusionPolicy, with a masked-diffusion model, or neither",
+            given=f"data.engine: {type(engine).__name__}, model.policy: {type(policy).__name__}",
+            remedy=f"Take {'DiffusionEngine' if policy.denoises else 'VLLMEngine or TransformersEngine'}.",
         )
 
 

@@ -1,9 +1,9 @@
 """Checksums of tensors that see every bit and every position, computed where the tensor lives."""
 
 import math
-import weakref
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
@@ -26,45 +26,23 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 COLUMN_OFFSET = 1 << 40
 
 
-def as_matrix(tensor: Tensor) -> Tensor:
-    """Return the bits of `tensor` as an integer matrix whose width depends on the number of bytes alone.
+def as_matrices(stack: Tensor) -> Tensor:
+    """Return the bits of each tensor of a stack as an integer matrix whose width depends on the number of bytes alone.
 
-    >>> as_matrix(torch.zeros(6, 4, dtype=torch.float32)).shape
-    torch.Size([3, 4])
-    """
-    flat = tensor.detach().contiguous().reshape(-1)
-    width = _word(flat.numel() * flat.element_size())
-    if flat.storage_offset() * flat.element_size() % width:
-        flat = flat.clone()
-    bits = flat.view(_WORDS[width])
-    return bits.view(-1, _columns(bits.numel()))
-
-
-def as_matrices(stack: Tensor) -> Tensor | None:
-    """Return `as_matrix` of each slice of a stack as one tensor, a view, or None where the slices are not laid out so.
+    A view where the tensors are laid out for it, else of a copy.
 
     >>> as_matrices(torch.zeros(5, 6, 4)[1:, :3]).shape
     torch.Size([4, 3, 2])
     """
-    first = stack[0] if len(stack) else stack
-    size, one = first.numel() * stack.element_size(), stack.element_size()
-    width = _word(size)
-    step = stack.stride(0) * one
-    if not size or not first.is_contiguous() or first.storage_offset() * one % width or step % width:
-        return None
-    bits = first.detach().reshape(-1).view(_WORDS[width])
-    columns = _columns(bits.numel())
-    return bits.as_strided((len(stack), bits.numel() // columns, columns), (step // width, columns, 1))
-
-
-def _word(size: int) -> int:
-    return next(width for width in _WORDS if size % width == 0)
-
-
-def _columns(count: int) -> int:
-    """Return a number of columns that makes about a square: then the sums over rows and columns are both short."""
-    count = max(count, 1)
-    return math.gcd(count, 1 << max(count.bit_length() // 2, 1))
+    stack, one = stack.detach(), stack.element_size()
+    size = math.prod(stack.shape[1:]) * one
+    width = next(width for width in _WORDS if size % width == 0)
+    if not stack[:1].is_contiguous() or stack.storage_offset() * one % width or stack.stride(0) * one % width:
+        stack = stack.clone(memory_format=torch.contiguous_format)
+    count, bits = size // width, stack[:1].reshape(-1).view(_WORDS[width])
+    # a number of columns that makes about a square: then the sums over rows and columns are both short
+    columns = math.gcd(max(count, 1), 1 << max(max(count, 1).bit_length() // 2, 1))
+    return bits.as_strided((len(stack), count // columns, columns), (stack.stride(0) * one // width, columns, 1))
 
 
 def position_weights(start: int, count: int, device: torch.device) -> Tensor:
@@ -130,17 +108,21 @@ class _Entry:
     """Sums of the slices of one stack, or of one tensor.
 
     Args:
-        names: of the slices; None for one that was not added.
         rows: "slices rows", the sums over each row of their bits.
         columns: "slices columns".
-        bad: for each slice whether it is not finite: numbers of the device above 0 or not finite themselves, or what
-            the host knows of them; None for what is always finite.
+        bad: for each slice whether it is not finite: numbers of the device, above 0 where it is, or what the host knows
+            of them; None for what is always finite.
+        sums: of each slice, once they are finished.
     """
 
-    names: list[str | None]
     rows: Tensor
     columns: Tensor
     bad: Tensor | list[bool] | None
+    sums: list[int] = field(default_factory=list)
+
+    def not_finite(self, index: int) -> bool:
+        """Return whether the host knows that a slice is not finite."""
+        return isinstance(self.bad, list) and self.bad[index]
 
 
 class Checksums:
@@ -157,10 +139,11 @@ class Checksums:
     """
 
     def __init__(self) -> None:
-        self._names: list[str] = []
-        self._entries: list[_Entry] = []
-        self._stacks: dict[int, tuple[weakref.ref[Tensor], int, _Entry]] = {}
-        self._non_finite: list[str] = []
+        self._places: dict[str, tuple[_Entry, int]] = {}
+        self._entries: dict[torch.device, list[_Entry]] = defaultdict(list)
+        # of stacks, with the number of writes to them at the time
+        self._stacks = WeakTensorKeyDictionary()
+        self._non_finite: str | None = None
         self._fused: dict[torch.device, Sums] = {}
 
     def __reduce__(self) -> tuple:
@@ -170,11 +153,10 @@ class Checksums:
     def add(self, name: str, tensor: Tensor) -> None:
         """Remember the sums of one tensor; nothing waits for the device."""
         found = slice_of(tensor)
-        entry = None if found is None else self._of_stack(found.stack)
-        if found is None or entry is None:
-            self._note(self._sums(as_matrix(tensor).unsqueeze(0), tensor.unsqueeze(0)), 0, name)
+        if found is not None and (entry := self._of_stack(found.stack)) is not None:
+            self._note(name, entry, found.index)
         else:
-            self._note(entry, found.index, name)
+            self._note(name, self._sums(tensor.unsqueeze(0)), 0)
 
     def add_stack(self, names: Sequence[str | None], stack: Tensor) -> None:
         """Do what `add` does for the slices of a stack.
@@ -186,46 +168,39 @@ class Checksums:
         entry = self._of_stack(stack)
         for index, name in enumerate(names):
             if name is not None and entry is not None:
-                self._note(entry, index, name)
+                self._note(name, entry, index)
             elif name is not None:
                 self.add(name, stack[index])
 
-    def _note(self, entry: _Entry, index: int, name: str) -> None:
-        self._names.append(name)
-        entry.names[index] = name
-        if isinstance(entry.bad, list) and entry.bad[index]:
-            self._non_finite.append(name)
+    def _note(self, name: str, entry: _Entry, index: int) -> None:
+        self._places[name] = entry, index
+        if self._non_finite is None and entry.not_finite(index):
+            self._non_finite = name
 
     def _of_stack(self, stack: Tensor) -> _Entry | None:
-        """Return the sums of a stack, taken now or before; None where it was written to since, or lies otherwise."""
-        kept = self._stacks.get(id(stack))
-        if kept is not None and kept[0]() is stack:
-            return kept[2] if kept[1] < 0 or kept[1] == stack._version else None
+        """Return the sums of a stack, taken now or before; None where it was written to since."""
         version = -1 if stack.is_inference() else stack._version  # a tensor under inference mode counts no writes
-        bits = as_matrices(stack if not len(stack) or stack[0].is_contiguous() else stack.contiguous())
-        if bits is None:
-            return None
-        entry = self._sums(bits, stack)
-        self._stacks[id(stack)] = weakref.ref(stack), version, entry
-        return entry
+        if stack not in self._stacks:
+            self._stacks[stack] = version, self._sums(stack)
+        taken, entry = self._stacks[stack]
+        return entry if taken == version else None
 
-    def _sums(self, bits: Tensor, stack: Tensor) -> _Entry:
-        """Take and return the sums over rows and columns of "slices rows columns", which are the bits of `stack`."""
-        names: list[str | None] = [None] * len(bits)
+    def _sums(self, stack: Tensor) -> _Entry:
+        """Take and return the sums over rows and columns of the slices of a stack."""
+        bits = as_matrices(stack)
         if bits.dtype == torch.int64 and dispatch.available(bits, "checksum"):
             from lit_qrl.receipts.checksum_triton import Sums
 
             if bits.device not in self._fused:
                 self._fused[bits.device] = Sums(bits.device)
-            entry = _Entry(names, *self._fused[bits.device].of(bits, stack.dtype))
+            entry = _Entry(*self._fused[bits.device].of(bits, stack.dtype))
         else:
-            sums = bits.sum(dim=2, dtype=torch.int64), bits.sum(dim=1, dtype=torch.int64)
             bad = None
             if stack.is_floating_point() and stack.numel():
                 bad = _not_finite(stack.detach().flatten(1) if stack.ndim > 1 else stack.detach().unsqueeze(1))
                 bad = bad.tolist() if stack.device.type == "cpu" else bad.long()
-            entry = _Entry(names, *sums, bad)
-        self._entries.append(entry)
+            entry = _Entry(bits.sum(dim=2, dtype=torch.int64), bits.sum(dim=1, dtype=torch.int64), bad)
+        self._entries[bits.device].append(entry)
         return entry
 
     def first_non_finite(self, wait: bool = True) -> str | None:
@@ -234,52 +209,41 @@ class Checksums:
         Args:
             wait: ask the accelerators too, which the host waits for; otherwise what was found on the CPU counts alone.
         """
-        if wait:
-            self._settle()
-        return self._non_finite[0] if self._non_finite else None
+        if not wait:
+            return self._non_finite
+        self._settle()
+        return next((name for name, (entry, index) in self._places.items() if entry.not_finite(index)), None)
 
     def _settle(self) -> None:
-        by_device: dict[torch.device, list[_Entry]] = {}
-        for entry in self._entries:
-            if isinstance(entry.bad, Tensor):
-                by_device.setdefault(entry.rows.device, []).append(entry)
-        for entries in by_device.values():
-            counts = iter(torch.cat([entry.bad for entry in entries if isinstance(entry.bad, Tensor)]).tolist())
-            for entry in entries:
-                entry.bad = [count > 0 for count in islice(counts, len(entry.names))]
-                self._non_finite += [
-                    name for name, bad in zip(entry.names, entry.bad, strict=True) if bad and name is not None
-                ]
-        order = {name: index for index, name in enumerate(self._names)}
-        self._non_finite.sort(key=lambda name: order[name])
+        for entries in self._entries.values():
+            asked = [(entry, entry.bad) for entry in entries if isinstance(entry.bad, Tensor)]
+            if asked:
+                counts = torch.cat([bad for _, bad in asked]).cpu().split([len(bad) for _, bad in asked])
+                for (entry, _), count in zip(asked, counts, strict=True):
+                    entry.bad = (count > 0).tolist()
 
     def finish(self) -> dict[str, tuple[int, bool]]:
         """Return (checksum, finite) by name."""
         self._settle()
-        bad = set(self._non_finite)
-        result: dict[str, tuple[int, bool]] = {}
-        by_device: dict[torch.device, list[_Entry]] = {}
-        for entry in self._entries:
-            by_device.setdefault(entry.rows.device, []).append(entry)
-        for device, entries in by_device.items():
-            names = [name for entry in entries for name in entry.names]
-            sums = torch.zeros(len(names), dtype=torch.int64, device=device)
+        for device, entries in self._entries.items():
+            count = sum(len(entry.rows) for entry in entries)
+            sums = torch.zeros(count, dtype=torch.int64, device=device)
             for offset, parts in (
                 (0, [entry.rows for entry in entries]),
                 (COLUMN_OFFSET, [entry.columns for entry in entries]),
             ):
                 flat = torch.cat([part.reshape(-1) for part in parts])
                 each = torch.tensor([part.shape for part in parts], device=device)
-                lengths = each[:, 1].repeat_interleave(each[:, 0], output_size=len(names))
-                owner = torch.arange(len(names), device=device).repeat_interleave(lengths, output_size=len(flat))
+                lengths = each[:, 1].repeat_interleave(each[:, 0], output_size=count)
+                owner = torch.arange(count, device=device).repeat_interleave(lengths, output_size=len(flat))
                 starts = lengths.cumsum(0) - lengths
                 table = position_weights(offset, max(part.shape[1] for part in parts), device)
                 weights = table[torch.arange(len(flat), device=device).sub_(starts[owner])]
                 sums.index_add_(0, owner, scrambled(flat.mul_(weights)))
-            for name, value in zip(names, sums.tolist(), strict=True):
-                if name is not None:
-                    result[name] = value, name not in bad
-        return {name: result[name] for name in self._names}
+            values = iter(sums.tolist())
+            for entry in entries:
+                entry.sums = list(islice(values, len(entry.rows)))
+        return {name: (entry.sums[index], not entry.not_finite(index)) for name, (entry, index) in self._places.items()}
 
 
 def checksum(tensor: Tensor) -> int:

@@ -111,14 +111,15 @@ class Ledger:
         self._checksums = Checksums()
         self._described: dict[str, tuple[tuple[int, ...], str]] = {}
         self.sizes: dict[str, tuple[int, int]] = {}  # numbers and bytes by name
-        self._again: dict[str, None] = {}
+        self.repeated: list[str] = []  # names that were recorded more than once
         self._receipts: dict[str, TensorReceipt] | None = None
 
     def record(self, name: str, tensor: Tensor) -> None:
         """Remember one tensor under its checkpoint name; nothing is copied to the host."""
         self.bytes += tensor.nbytes
         if name in self._described:
-            self._again[name] = None
+            if name not in self.repeated:
+                self.repeated.append(name)
             return
         self._described[name] = tuple(tensor.shape), dtype_name(tensor.dtype)
         self.sizes[name] = tensor.numel(), tensor.nbytes
@@ -144,11 +145,6 @@ class Ledger:
         for name, tensor in tensors:
             self.record(name, tensor)
             yield name, tensor
-
-    @property
-    def repeated(self) -> list[str]:
-        """Names that were recorded more than once."""
-        return list(self._again)
 
     def receipts(self) -> dict[str, TensorReceipt]:
         """Return the receipts by name; this is the one transfer from the device."""
@@ -261,7 +257,7 @@ class ReceivedLedger(Ledger):
             repeated: names that were recorded more than once.
             size: in bytes, of all.
         """
-        self._receipts, self._again, self.bytes = dict(receipts), dict.fromkeys(repeated), size
+        self._receipts, self.repeated, self.bytes = dict(receipts), list(repeated), size
 
 
 @dataclass(slots=True, kw_only=True)

@@ -23,7 +23,7 @@ def test_numbering_and_bound_survive_a_checkpoint(tmp_path):
     state = callback.state_dict()
     fresh = WeightPublisher()
     fresh.load_state_dict(state)
-    assert fresh.state_dict() == state == {"version": 1, "probe": callback.publisher.scores.baseline}
+    assert fresh.state_dict() == state == {"version": 1, "probe": callback.publisher.baseline}
     assert state["probe"] > 0
     watch, path = Versions(), tmp_path / "run/checkpoints/last.ckpt"
     assert torch.load(path, weights_only=True)["callbacks"]["WeightPublisher"] == state

@@ -63,8 +63,8 @@ def test_a_weight_only_format_multiplies_by_what_it_dequantizes(dtype):
 
 def test_a_format_is_shown_by_name_and_settings():
     assert str(formats.get("nvfp4")) == "nvfp4"
-    assert str(formats.get("nvfp4:four_over_six")) == "nvfp4 (four_over_six)"
-    assert str(formats.get("int4_group", activations="fp8")) == "int4_group (group_size 128, activations fp8)"
+    assert str(formats.get("nvfp4:four_over_six")) == "nvfp4:four_over_six"
+    assert str(formats.get("int4_group", activations="fp8")) == "int4_group:activations=fp8"
 
 
 WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}

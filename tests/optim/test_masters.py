@@ -200,11 +200,6 @@ def test_fp16_weights_without_a_gradient_survive_adamws_epsilon():
     assert weight.isfinite().all()
 
 
-def test_lbfgs_is_refused():
-    with pytest.raises(ConfigError, match="LBFGS evaluates the loss several times"):
-        MasterWeights(named_weights(), lambda named: torch.optim.LBFGS([p for _, p in named]))
-
-
 # ---------------------------------------------------------------------------------------------------- which runs get it
 
 

@@ -156,7 +156,7 @@ def test_what_holds_no_base_is_refused(tmp_path):
         PackedLoRA()
     with pytest.raises(ConfigError, match=r"PackedLoRA holds a packed base.*weight-only format.*fp8_row.*Given: bf16"):
         PackedLoRA("bf16")
-    with pytest.raises(ConfigError, match=r"weight-only.*activations fp8.*QATAligned"):
+    with pytest.raises(ConfigError, match=r"weight-only.*activations=fp8.*QATAligned"):
         NVFP4LoRA(formats.Int4Group(activations="fp8"))
     with pytest.raises(ConfigError, match=r"nothing else to train.*model\.policy\.lora"):
         fit(tmp_path, plugin(), Module(Policy()))

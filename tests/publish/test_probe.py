@@ -17,7 +17,7 @@ from lit_qrl.publish.probe import (
     GROWTH,
     SENSITIVITY,
     Probe,
-    ScoreCheck,
+    check_scores,
     learner_scores,
 )
 from lit_qrl.receipts.ledger import PublishError
@@ -28,7 +28,7 @@ from tests.tiny_run import model_folder
 
 def test_tokens_are_fixed_and_within_the_vocabulary():
     probe = Probe(len(WORDS))
-    assert probe.tokens == Probe(len(WORDS)).tokens != Probe(len(WORDS), seed=1).tokens
+    assert probe.tokens == Probe(len(WORDS)).tokens
     assert [len(sequence) for sequence in probe.tokens] == [64] * 8
     assert {token for sequence in probe.tokens for token in sequence} == set(range(len(WORDS)))
 
@@ -96,9 +96,9 @@ def policy(tmp_path):
     return made
 
 
-def check(policy, shift, scores=None, altered=None, engine=None):
-    """Compare once; return the check and what it logged."""
-    format, scores = formats.get("fp8_row"), scores or ScoreCheck(1)
+def check(policy, shift, altered=None, engine=None):
+    """Compare once; return the baseline and what was logged."""
+    format = formats.get("fp8_row")
     learner = SimpleNamespace(
         policy=policy,
         data=SimpleNamespace(max_prompt_tokens=16, max_completion_tokens=8),
@@ -106,27 +106,21 @@ def check(policy, shift, scores=None, altered=None, engine=None):
         trainer=SimpleNamespace(precision_plugin=Precision()),
     )
     engine = engine or Engine(policy.network, format, shift)
-    scores.check(learner, engine, WeightSource(policy, format), True, altered or {}, version=3)
+    baseline = check_scores(learner, engine, WeightSource(policy, format), True, altered or {}, 3, None)
     logged = learner.iteration.metrics.compute(no_all_reduce)
     assert (learner.iteration.seconds["verify"] > 0) == bool(logged)
-    return scores, logged
-
-
-@pytest.mark.parametrize(
-    ("every", "expected"),
-    [(0, [False] * 4), (1, [True] * 4), (2, [True, False, True, False]), (50, [True] + [False] * 3)],
-)
-def test_every_nth_publish_is_due_and_a_new_engine_unless_never(every, expected):
-    assert [ScoreCheck(every).due(published, False) for published in range(4)] == expected
-    assert ScoreCheck(every).due(3, True) == (every > 0)
+    return baseline, logged
 
 
 def test_tokens_are_no_longer_than_the_run_allows_and_the_first_difference_is_kept(policy):
-    scores, logged = check(policy, 0.25)
-    assert {len(sequence) for sequence in scores.probe.tokens} == {24}
+    engine = Engine(policy.network, formats.get("fp8_row"), 0.25)
+    engine.score, score = lambda tokens: asked.append(tokens) or score(tokens), engine.score
+    asked = []
+    baseline, logged = check(policy, 0.25, engine=engine)
+    assert [len(sequence) for sequence in asked[0]] == [24] * 8
     assert logged["publish/probe_mean"] == pytest.approx(0.25, abs=1e-6)
     assert logged["publish/probe_bound"] == pytest.approx(FIRST_BOUND_ACTIVATIONS)
-    assert scores.baseline == pytest.approx(0.25, abs=1e-6)
+    assert baseline == pytest.approx(0.25, abs=1e-6)
 
 
 def test_a_difference_beyond_the_bound_is_a_fault_where_last_bits_carry_no_further(policy):
@@ -136,9 +130,9 @@ def test_a_difference_beyond_the_bound_is_a_fault_where_last_bits_carry_no_furth
 
 def test_it_is_none_where_last_bits_alone_carry_as_far(policy):
     policy.network.model.norm.weight.data *= 40  # logits of hundreds, whose last bits are nats
-    scores, logged = check(policy, FIRST_BOUND_ACTIVATIONS + 0.05)
-    assert scores.baseline == pytest.approx(FIRST_BOUND_ACTIVATIONS + 0.05, abs=1e-5)
-    format, tokens = formats.get("fp8_row"), scores.probe.tokens
+    baseline, logged = check(policy, FIRST_BOUND_ACTIVATIONS + 0.05)
+    assert baseline == pytest.approx(FIRST_BOUND_ACTIVATIONS + 0.05, abs=1e-5)
+    format, tokens = formats.get("fp8_row"), Probe(len(WORDS), length=24).tokens
     plain, jittered = (torch.cat(learner_scores(policy.network, tokens, format, jitter=j)) for j in (0.0, 2.0**-8))
     carried = (jittered - plain).abs().mean().item()
     assert carried > FIRST_BOUND_ACTIVATIONS
@@ -151,6 +145,4 @@ def test_it_is_none_where_last_bits_alone_carry_as_far(policy):
     ids=["the learner cannot compute the same", "the engine does not score"],
 )
 def test_nothing_is_compared_where_a_side_cannot(policy, options):
-    scores, logged = check(policy, 9.0, **options)
-    assert scores.probe is None
-    assert logged == {}
+    assert check(policy, 9.0, **options) == (None, {})

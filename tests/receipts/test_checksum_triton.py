@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lit_qrl.receipts.checksum import Checksums, as_matrices, as_matrix
+from lit_qrl.receipts.checksum import Checksums, as_matrices
 from tests.triton_interpreter import EVERYWHERE
 
 # Shapes whose matrix of words is wide, narrow, and a single row.
@@ -29,7 +29,7 @@ def compare_sums(device):
             wrong = [broken(x, float("nan"))] if dtype in floats else []
             wrong += [broken(x, -float("inf"))] if dtype in floats[:4] else []
             for y in (x, *wrong):
-                bits = as_matrix(y)
+                bits = as_matrices(y.unsqueeze(0))[0]
                 assert bits.dtype == torch.int64
                 (rows,), (columns,), flag = sums.of(bits.unsqueeze(0), dtype)
                 assert torch.equal(rows, bits.sum(1))
@@ -48,8 +48,8 @@ def compare_stacks(device):
     rows, columns, flags = Sums(device).of(bits, stack.dtype)
     assert [int(flag) > 0 for flag in flags] == [False, True, False]
     for index, one in enumerate(stack):
-        assert torch.equal(rows[index], as_matrix(one).sum(1))
-        assert torch.equal(columns[index], as_matrix(one).sum(0))
+        assert torch.equal(rows[index], as_matrices(one.unsqueeze(0))[0].sum(1))
+        assert torch.equal(columns[index], as_matrices(one.unsqueeze(0))[0].sum(0))
 
 
 @EVERYWHERE

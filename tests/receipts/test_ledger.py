@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lit_qrl import formats
-from lit_qrl.receipts.checksum import COLUMN_OFFSET, GOLDEN, MIX_A, MIX_B, Checksums, as_matrix, checksum
+from lit_qrl.receipts.checksum import COLUMN_OFFSET, GOLDEN, MIX_A, MIX_B, Checksums, as_matrices, checksum
 from lit_qrl.receipts.ledger import (
     Fault,
     Ledger,
@@ -39,7 +39,7 @@ def scrambled(x):
 
 def loop_checksum(tensor):
     """Σ_i h(u_i Σ_j x_ij) + Σ_j h(v_j Σ_i x_ij) modulo 2⁶⁴, entry by entry."""
-    matrix = as_matrix(tensor).tolist()
+    matrix = as_matrices(tensor.unsqueeze(0))[0].tolist()
     rows = [sum(row) for row in matrix]
     columns = [sum(row[j] for row in matrix) for j in range(len(matrix[0]))]
     total = 0

@@ -5,9 +5,8 @@ The scale rules are the engines' (amax/448, amax/127), computed in fp32 from wha
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from lit_qrl.formats.numerics import E4M3, E4M3_MAX, round_e4m3
+from lit_qrl.formats.numerics import E4M3, E4M3_MAX, in_blocks, of_blocks, round_e4m3
 
 # Engines divide int8 activations by amax/127, so that both signs reach their largest code; the 127.5 of
 # compressed-tensors holds for weights.
@@ -16,50 +15,43 @@ INT8_ACTIVATION_STEPS = 127.0
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
-def dynamic_scale(x: Tensor, dim: int | None, steps: float) -> Tensor:
-    """Return the fp32 scale of `x` ("m k"): one number for `dim=None`, else one per slice along `dim` (kept).
+def dynamic_scale(x: Tensor, dim: int | tuple[int, ...], steps: float) -> Tensor:
+    """Return an fp32 scale of `x` per slice along `dim`, which is kept.
 
     >>> dynamic_scale(torch.tensor([[448.0, -896.0]]), -1, 448.0).tolist()
     [[2.0]]
     """
-    magnitude = x.detach().abs()
-    amax = (magnitude.amax() if dim is None else magnitude.amax(dim=dim, keepdim=True)).float()
+    amax = x.detach().abs().amax(dim=dim, keepdim=True).float()
     # On CUDA, torch divides by a number as it multiplies by its inverse, which is another scale in one case of three;
     # a divisor on the device is divided by.
     divisor = steps if amax.device.type == "cpu" else torch.full((), steps, device=amax.device)
     return (amax / divisor).clamp_min_(_SMALLEST_SCALE)
 
 
-def e4m3_codes(x: Tensor, scale: Tensor) -> Tensor:
-    """Return `x / scale` ("m k") as float8_e4m3fn."""
-    return (x.float() / scale).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3)
+def _scaled(x: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Return `x` ("m k") in blocks of so many rows and columns over their scales, "m/r r k/c c", and the scales."""
+    blocks = in_blocks(x.float(), block)
+    scale = dynamic_scale(blocks, (1, 3), E4M3_MAX)
+    return blocks / scale, scale
 
 
-def e4m3_rounded(x: Tensor, scale: Tensor) -> Tensor:
-    """Return `x / scale` ("m k") rounded to E4M3 numbers, in fp32: for emulation."""
+def e4m3_codes(x: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Return float8_e4m3fn codes "m k" of `x` with a scale per block of rows and columns, and the scales "m/r k/c"."""
+    quotient, scale = _scaled(x, block)
+    return of_blocks(quotient.clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3), x.shape), scale.squeeze(3).squeeze(1)
+
+
+def e4m3_rounded(x: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Return the numbers of `e4m3_codes` in fp32, and the scales: for emulation."""
     # No clamp: |x| ≤ 448 · scale by construction, and what fp32 rounding adds to that rounds back to 448.
-    return round_e4m3(x.float() / scale)
+    quotient, scale = _scaled(x, block)
+    return of_blocks(round_e4m3(quotient), x.shape), scale.squeeze(3).squeeze(1)
 
 
-def e4m3_groups(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Return `x` ("m k", k padded with zeros) cut into groups "m k/g g", fp32, and their scales "m k/g 1"."""
-    padding = -x.shape[-1] % group
-    padded = F.pad(x, (0, padding)) if padding else x
-    groups = padded.float().unflatten(-1, (-1, group))
-    return groups, dynamic_scale(groups, -1, E4M3_MAX)
-
-
-def e4m3_group_codes(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Return float8_e4m3fn codes "m k" of `x` with a scale per 1×`group`, and the scales "m k/g"."""
-    groups, scale = e4m3_groups(x, group)
-    codes = (groups / scale).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3)
-    return codes.flatten(-2)[..., : x.shape[-1]], scale.squeeze(-1)
-
-
-def e4m3_group_dequantized(x: Tensor, group: int) -> Tensor:
-    """Return `x` ("m k") rounded to E4M3 with a scale per 1×`group`, multiplied out again in fp32: for emulation."""
-    groups, scale = e4m3_groups(x, group)
-    return round_e4m3(groups / scale).mul_(scale).flatten(-2)[..., : x.shape[-1]]
+def e4m3_dequantized(x: Tensor, block: tuple[int, int]) -> Tensor:
+    """Return the numbers of `e4m3_codes` times their scales, in fp32: for emulation."""
+    quotient, scale = _scaled(x, block)
+    return of_blocks(round_e4m3(quotient).mul_(scale), x.shape)
 
 
 def int8_rounded(x: Tensor) -> tuple[Tensor, Tensor]:

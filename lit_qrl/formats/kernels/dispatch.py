@@ -1,15 +1,26 @@
 """Quantizers in one pass over memory, where Triton is there; the same numbers from plain torch operations elsewhere."""
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from lit_qrl.formats.kernels import activations, gemm
-from lit_qrl.formats.numerics import E4M3, E4M3_MAX
+from lit_qrl.formats.numerics import (
+    E4M3,
+    fp4_values,
+    in_blocks,
+    of_blocks,
+    power_of_two,
+    unpack_int4,
+    unpack_nibbles,
+)
 from lit_qrl.functional._launch import triton_installed
+
+if TYPE_CHECKING:
+    from lit_qrl.formats.base import QuantizedWeight
 
 BLOCK = 128
 TILES = "tiles"
@@ -94,10 +105,10 @@ def e4m3_tiles(x: Tensor, rows: bool, columns: bool) -> tuple[Tile | None, Tile 
         from lit_qrl.formats.kernels import tiles_triton
 
         return tiles_triton.tiles(x, rows, columns)[1:]
-    along = activations.e4m3_group_codes(x, BLOCK) if rows else None
+    along = activations.e4m3_codes(x, (1, BLOCK)) if rows else None
     across = None
     if columns:
-        across = activations.e4m3_group_codes(F.pad(x.t(), (0, -x.shape[0] % BLOCK)), BLOCK)
+        across = activations.e4m3_codes(F.pad(x.t(), (0, -x.shape[0] % BLOCK)), (1, BLOCK))
     return along, across
 
 
@@ -107,8 +118,8 @@ def e4m3_inputs(x: Tensor, per_token: bool) -> tuple[Tensor, Tensor]:
         from lit_qrl.formats.kernels import fp8_triton
 
         return fp8_triton.e4m3_tokens(x) if per_token else fp8_triton.e4m3_whole(x)
-    scale = activations.dynamic_scale(x, -1 if per_token else None, E4M3_MAX)
-    return activations.e4m3_codes(x, scale), scale
+    codes, scale = activations.e4m3_codes(x, (1 if per_token else x.shape[0], x.shape[1]))
+    return codes, scale if per_token else scale.reshape(())
 
 
 def transposed(codes: Tensor) -> Tensor:
@@ -138,46 +149,55 @@ def int4_groups(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor] | None
     return values_triton.int4_groups(weight, group_size)
 
 
-def scaled_values(codes: Tensor, scales: Tensor, dtype: torch.dtype, block: tuple[int, int] = (1, 1)) -> Tensor | None:
-    """Return codes of a byte times their scales, rounded once, from one kernel, or None where there is none.
+def scaled_values(codes: Tensor, scales: Tensor, dtype: torch.dtype, block: tuple[int, int]) -> Tensor:
+    """Return codes of a byte times their scales, rounded once.
 
     Args:
         codes: E4M3 or int8, "rows columns".
-        scales: one, "rows 1", or one for each block.
+        scales: one for each block, or one.
         dtype: of the numbers.
-        block: rows and columns that a scale covers, where it is not a row or the whole.
+        block: rows and columns that a scale covers.
     """
-    if not (available_for_e4m3(codes, "values") if codes.dtype == E4M3 else available(codes, "values")):
-        return None
-    from lit_qrl.formats.kernels import values_triton
+    if available_for_e4m3(codes, "values") if codes.dtype == E4M3 else available(codes, "values"):
+        from lit_qrl.formats.kernels import values_triton
 
-    return values_triton.scaled_values(codes, scales, dtype, block)
+        return values_triton.scaled_values(codes, scales, dtype, block)
+    # 16 bits hold the codes exactly, so this rounds once, and needs no copy of them in fp32
+    scales = (scales.reshape(1, 1) if scales.numel() == 1 else scales).float()
+    return of_blocks(in_blocks(codes.to(dtype), block).mul_(scales[:, None, :, None]), codes.shape)
 
 
 def packed_values(
-    codes: Tensor,
-    scales: Tensor,
+    q: "QuantizedWeight",
     block: int,
     kind: Literal["INT4", "FP4", "NF4"],
-    shape: tuple[int, ...],
     dtype: torch.dtype,
-    divisor: Tensor | None = None,
     table: Tensor | None = None,
-) -> Tensor | None:
-    """Return the weight that packed 4-bit codes and their scales stand for, from one kernel; None where there is none.
+) -> Tensor:
+    """Return the weight that packed 4-bit codes and their scales stand for.
 
     Args:
-        codes: eight in four bytes.
-        scales: one per `block` weights, in their order; E4M3, exponents (E8M0), or floating point.
+        q: codes, two in a byte; scales, one per `block` weights in their order: E4M3, exponents (E8M0), or floating
+            point; their divisor in `global_scale`. Or a stack of such weights, a divisor for each.
         block: weights that share a scale.
         kind: what a code means.
-        shape: of the weight, or of a stack of them.
         dtype: of the weight.
-        divisor: of all scales, or as many as there are matrices; None divides none.
         table: the 16 numbers of NF4.
     """
-    if not (available_for_e4m3(codes, "values") if scales.dtype == E4M3 else available(codes, "values")):
-        return None
-    from lit_qrl.formats.kernels import values_triton
+    codes, scales, divisor = q.codes, q.scales, q.global_scale
+    assert scales is not None
+    shape = q.shape if codes.ndim == 2 else (len(codes), *q.shape)
+    if available_for_e4m3(codes, "values") if scales.dtype == E4M3 else available(codes, "values"):
+        from lit_qrl.formats.kernels import values_triton
 
-    return values_triton.values(codes, scales, block, getattr(values_triton, kind), shape, dtype, divisor, table)
+        return values_triton.values(codes, scales, block, getattr(values_triton, kind), shape, dtype, divisor, table)
+    if kind == "INT4":
+        numbers = unpack_int4(codes).float()
+    elif table is None:
+        numbers = fp4_values(unpack_nibbles(codes))
+    else:
+        numbers = table[torch.stack((codes >> 4, codes & 0x0F), dim=-1).long()]
+    scale = power_of_two(scales) if scales.dtype == torch.uint8 else scales.float()
+    if divisor is not None:
+        scale = scale / divisor.view(-1, *[1] * (scale.ndim - 1))
+    return numbers.view(*scale.shape, block).mul_(scale.unsqueeze(-1)).view(shape).to(dtype)

@@ -63,11 +63,10 @@ def _clamp(x, low, high):
 
 
 @triton.jit
-def _weight_scale(amax, nans, inverse, eps, dtype: tl.constexpr):
-    # torch divides a CUDA tensor by a number as it multiplies by the fp32 inverse
+def _weight_scale(amax, inverse, eps, dtype: tl.constexpr):
+    # torch divides a CUDA tensor by a number as it multiplies by the fp32 inverse; the caller refuses a NaN
     scale = (amax * inverse).to(dtype).to(tl.float32)
-    scale = tl.where(scale == 0, eps, scale)
-    return tl.where(nans > 0, float("nan"), scale)  # the caller refuses a scale that is not finite
+    return tl.where(scale == 0, eps, scale)
 
 
 @triton.jit
@@ -84,9 +83,8 @@ def _blocks_kernel(w, codes, scales, n, k, stride, eps, LOW: tl.constexpr, SIZE:
     inside = (row < n)[:, None] & (column < k)[None, :]
     stored = tl.load(w + row.to(tl.int64)[:, None] * stride + column[None, :], mask=inside, other=0.0)
     values = stored.to(tl.float32)
-    amax = tl.max(tl.max(tl.abs(values), axis=1), axis=0)
-    nans = tl.max(tl.max((values != values).to(tl.int32), axis=1), axis=0)
-    scale = _weight_scale(amax, nans, 1.0 / _MAX, eps, w.dtype.element_ty)
+    amax = tl.reduce(tl.reduce(tl.abs(values), 1, _greater), 0, _greater)
+    scale = _weight_scale(amax, 1.0 / _MAX, eps, w.dtype.element_ty)
     quotient = _quotient(values, tl.full((1, 1), 1.0, tl.float32) * scale, scale)
     if LOW:
         quotient = quotient.to(w.dtype.element_ty).to(tl.float32)
@@ -110,70 +108,55 @@ def fp8_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
-def _rows_kernel(w, codes, scales, k, eps, LOW: tl.constexpr, SIZE: tl.constexpr):
-    """One row of a weight, with the roundings of a weight in its own dtype: its amax first, then its codes."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, SIZE)
-    amax = tl.zeros((SIZE,), tl.float32)
-    for start in range(0, k, SIZE):
-        values = tl.load(w + row * k + start + column, mask=start + column < k, other=0.0).to(tl.float32)
-        amax = _greater(amax, tl.abs(values))
-    largest = tl.reduce(amax, 0, _greater, keep_dims=True)
-    scale = _weight_scale(largest, (largest != largest).to(tl.int32), 1.0 / _MAX, eps, w.dtype.element_ty)
-    low = tl.max(scale, axis=0)
-    for start in range(0, k, SIZE):
-        values = tl.load(w + row * k + start + column, mask=start + column < k, other=0.0).to(tl.float32)
-        quotient = _quotient(values, scale, low)
-        if LOW:
-            quotient = quotient.to(w.dtype.element_ty).to(tl.float32)
-        quotient = tl.where(quotient == 0, 0.0, _clamp(quotient, -_MAX, _MAX))  # −0 becomes +0, as in `to_e4m3`
-        to = codes + row * k + start + column
-        tl.store(to, quotient.to(codes.dtype.element_ty), mask=start + column < k)
-    tl.store(scales + row + tl.arange(0, 1), scale.to(scales.dtype.element_ty))
-
-
-def fp8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return E4M3 codes "n k" and scales "n 1" of a weight, as `FP8Row.quantize` makes them."""
-    weight = weight.contiguous()
-    n, k = weight.shape
-    codes = torch.empty((n, k), dtype=E4M3, device=weight.device)
-    scales = torch.empty((n, 1), dtype=weight.dtype, device=weight.device)
-    eps = torch.finfo(weight.dtype).eps
-    low = weight.dtype != torch.float32
-    size = min(power_of_2(k), 4096)
-    _rows_kernel[(n,)](weight, codes, scales, k, eps, low, size, num_warps=8)
-    return codes, scales
-
-
-@triton.jit
-def _token_kernel(x, codes, scales, stride, K: tl.constexpr, SIZE: tl.constexpr):
-    """One row: its amax first, then its codes, the second read out of the cache."""
+def _rows_kernel(
+    x, codes, scales, stride, eps, K: tl.constexpr, WEIGHT: tl.constexpr, LOW: tl.constexpr, SIZE: tl.constexpr
+):  # fmt: skip
+    """One row of a weight, with the roundings of its own dtype, or of activations: its amax first, then its codes."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, SIZE)
     amax = tl.zeros((SIZE,), tl.float32)
     for start in range(0, K, SIZE):
-        values = tl.load(x + row * stride + start + column, mask=start + column < K, other=0.0)
-        amax = tl.maximum(amax, tl.abs(values.to(tl.float32)))
-    scale = _scale(tl.max(amax, axis=0, keep_dims=True))
+        values = tl.load(x + row * stride + start + column, mask=start + column < K, other=0.0).to(tl.float32)
+        amax = _greater(amax, tl.abs(values))
+    largest = tl.reduce(amax, 0, _greater, keep_dims=True)
+    if WEIGHT:
+        scale = _weight_scale(largest, 1.0 / _MAX, eps, x.dtype.element_ty)
+    else:
+        scale = _scale(largest)
     low = tl.max(scale, axis=0)
     for start in range(0, K, SIZE):
         values = tl.load(x + row * stride + start + column, mask=start + column < K, other=0.0).to(tl.float32)
+        quotient = _quotient(values, scale, low)
+        if LOW:
+            quotient = quotient.to(x.dtype.element_ty).to(tl.float32)
+        quotient = _clamp(quotient, -_MAX, _MAX)
+        if WEIGHT:
+            quotient = tl.where(quotient == 0, 0.0, quotient)  # −0 becomes +0, as in `to_e4m3`
         to = codes + row * K + start + column
-        made = _clamp(_quotient(values, scale, low), -_MAX, _MAX).to(codes.dtype.element_ty)
-        tl.store(to, made, mask=start + column < K)
-    tl.store(scales + row + tl.arange(0, 1), scale)
+        tl.store(to, quotient.to(codes.dtype.element_ty), mask=start + column < K)
+    tl.store(scales + row + tl.arange(0, 1), scale.to(scales.dtype.element_ty))
 
 
-def e4m3_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return E4M3 codes "m k" and scales "m 1" of `x` with a scale per row."""
+def _rows(x: Tensor, weight: bool) -> tuple[Tensor, Tensor]:
     if x.stride(-1) != 1:
         x = x.contiguous()
     m, k = x.shape
     codes = torch.empty((m, k), dtype=E4M3, device=x.device)
-    scales = torch.empty((m, 1), dtype=torch.float32, device=x.device)
+    scales = torch.empty((m, 1), dtype=x.dtype if weight else torch.float32, device=x.device)
+    low, eps = weight and x.dtype != torch.float32, torch.finfo(x.dtype).eps
     # 4096 values a step keep a row's state in registers at eight warps
-    _token_kernel[(m,)](x, codes, scales, x.stride(0), k, min(power_of_2(k), 4096), num_warps=8)
+    _rows_kernel[(m,)](x, codes, scales, x.stride(0), eps, k, weight, low, min(power_of_2(k), 4096), num_warps=8)
     return codes, scales
+
+
+def fp8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return E4M3 codes "n k" and scales "n 1" of a weight, as `FP8Row.quantize` makes them."""
+    return _rows(weight, True)
+
+
+def e4m3_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return E4M3 codes "m k" and scales "m 1" of `x` with a scale per row."""
+    return _rows(x, False)
 
 
 @triton.jit

@@ -114,23 +114,25 @@ def _scaled_kernel(
     tl.store(out + place, (value * scale.to(tl.float32)).to(out.dtype.element_ty), mask=inside)
 
 
-def scaled_values(codes: Tensor, scales: Tensor, dtype: torch.dtype, block: tuple[int, int] = (1, 1)) -> Tensor:
+def scaled_values(codes: Tensor, scales: Tensor, dtype: torch.dtype, block: tuple[int, int]) -> Tensor:
     """Return the numbers that codes of a byte and their scales stand for.
 
     Args:
         codes: E4M3 or int8, "rows columns".
-        scales: one, "rows 1", or one for each block, rounded up.
+        scales: one for each block, rounded up, or one.
         dtype: of the numbers.
-        block: rows and columns that share a scale, where there is not one for a row or the whole.
+        block: rows and columns that share a scale.
     """
     codes = codes.contiguous()
     rows, columns = codes.shape
     if scales.numel() == 1:
         scales = scales.reshape(1, 1)
     down, across = (stride if size > 1 else 0 for stride, size in zip(scales.stride(), scales.shape, strict=True))
+    # one kernel for scales of rows, however wide
+    shared = [size if count > 1 else 1 for size, count in zip(block, scales.shape, strict=True)]
     out = torch.empty((rows, columns), dtype=dtype, device=codes.device)
     _scaled_kernel[rows, pieces(columns, SCALED)](
-        codes, scales, out, columns, down, across, *block, SCALED, num_warps=WARPS,
+        codes, scales, out, columns, down, across, *shared, SCALED, num_warps=WARPS,
     )  # fmt: skip
     return out
 
@@ -147,7 +149,7 @@ def _int4_kernel(
         w + word[:, :, None] * 8 + tl.arange(0, 8)[None, None, :], mask=inside[:, None, None], other=0.0
     ).to(tl.float32)
     amax = tl.reduce(tl.reduce(tl.abs(values), 2, _greater), 1, _greater)
-    scale = _weight_scale(amax, (amax != amax).to(tl.int32), 1.0 / _STEPS, eps, w.dtype.element_ty)
+    scale = _weight_scale(amax, 1.0 / _STEPS, eps, w.dtype.element_ty)
     low = _low(scale, amax)
     divisor = scale[:, None, None]
     if BF16:

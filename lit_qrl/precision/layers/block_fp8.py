@@ -97,7 +97,7 @@ class Emulated(Backend):
 
     @staticmethod
     def _along(x: Tensor) -> Operand:
-        return Operand(*activations.e4m3_group_codes(x, BLOCK), False)
+        return Operand(*activations.e4m3_codes(x, (1, BLOCK)), False)
 
     def weight(self, q: QuantizedWeight) -> Weight:
         return Weight(Operand(q.format.dequantize(q), None, True), None)

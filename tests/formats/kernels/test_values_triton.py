@@ -64,9 +64,8 @@ def compare_scaled(device):
         format = formats.get(name)
         for shape in ((6, 72), (130, 2184)):
             q = format.quantize(torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16))
-            block = (128, 128) if name == "fp8_block" else (1, 1)
             for dtype in (torch.float32, torch.bfloat16):
-                made = values_triton.scaled_values(q.codes.to(device), q.scales.to(device), dtype, block)
+                made = values_triton.scaled_values(q.codes.to(device), q.scales.to(device), dtype, format.extent(shape))
                 assert torch.equal(bits(made.cpu()), bits(format.dequantize(q, dtype))), (name, shape, dtype)
 
 
@@ -77,7 +76,7 @@ def compare_scaled_inputs(device):
     for format in (formats.get("fp8_row"), formats.get("fp8_tensor"), formats.get("fp8_block")):
         codes, scale = format.input_codes(x)
         column_by_column = scale.to(device).t().contiguous().t() if scale.ndim else scale.to(device)
-        block = (1, 128) if format.name == "fp8_block" else (1, 1)
+        block = format.input_extent(x.shape)
         made = values_triton.scaled_values(codes.to(device), column_by_column, torch.bfloat16, block)
         assert torch.equal(bits(made.cpu()), bits(format.dequantized_kept((codes.cpu(), scale.cpu()), torch.bfloat16)))
 
