@@ -63,7 +63,6 @@ CASES = {
         "Parser key \"model.optimizer\":\n  No module named 'bitsandbytes.optim'",
         "model.optimizer: No module named 'bitsandbytes.optim'. Install it: pip install 'lit-qrl[bnb]'.",
     ),
-    "file": ("File does not exist: 'nope.yaml'", "the file 'nope.yaml' does not exist. Check the path."),
     "required": (
         'Key "data.task" is required but its value is None',
         "data.task is required but was not given. Add it to a --config file or the command line.",
@@ -71,10 +70,6 @@ CASES = {
     "required of a command": (
         "the following arguments are required: fit.model.policy, fit.data.task",
         "model.policy, data.task: required, but not given. Add it to a --config file, in a class to its init_args.",
-    ),
-    "no mapping": (
-        "Unexpected config: x",
-        "A --config file holds no keys. Expected: YAML such as `data: {group_size: 8}`. Given: x.",
     ),
     "paragraph of a class's own parser": (
         'Parser key "trainer.callbacks":\n  power: the value has the wrong type. Expected: float.',
@@ -107,7 +102,6 @@ def test_a_long_list_of_options_is_not_written_out():
 
 
 SETTINGS = {
-    "no GPU": ({"accelerator": "gpu"}, ["trainer.accelerator: gpu", "Correct trainer.accelerator."]),
     "strategy": ({"strategy": "dddp"}, ["trainer.strategy: dddp", "Correct trainer.strategy."]),
     "strategy of ours by its name": (
         {"strategy": "ShardedStrategy"},
