@@ -63,6 +63,7 @@ CASES = {
         "Parser key \"model.optimizer\":\n  No module named 'bitsandbytes.optim'",
         "model.optimizer: No module named 'bitsandbytes.optim'. Install it: pip install 'lit-qrl[bnb]'.",
     ),
+    "file": ("File does not exist: 'nope.yaml'", "the file 'nope.yaml' does not exist. Check the path."),
     "required": (
         'Key "data.task" is required but its value is None',
         "data.task is required but was not given. Add it to a --config file or the command line.",
