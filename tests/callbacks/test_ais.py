@@ -32,22 +32,16 @@ def test_weights_are_those_of_the_gate(level):
     assert torch.equal(got.metrics[f"correction/truncated_{level}s"], gate.truncated)
 
 
-def test_rollout_scope_uses_one_alpha_for_all_mini_batches():
-    whole, callback = context(), AIS(saturation=0.5, scope="rollout")
+@pytest.mark.parametrize("scope", ["rollout", "minibatch"])
+def test_rollout_scope_uses_one_alpha_for_all_mini_batches_and_minibatch_scope_that_of_each(scope):
+    whole, callback = context(), AIS(saturation=0.5, scope=scope)
     callback.on_rollout_end(trainer(), None, rollout(whole))
-    alpha = ais_gate(whole.log_ratio, whole.mask, whole.advantages, saturation=0.5).alpha
     for part in (slice(0, 4), slice(4, 8)):
         given = context(part=part)
+        over = whole if scope == "rollout" else given
+        alpha = ais_gate(over.log_ratio, over.mask, over.advantages, saturation=0.5).alpha
         got = callback.correct(trainer(), None, given)
         assert torch.equal(got.weights, ais_weights(given.log_ratio, given.mask, alpha))
-
-
-def test_minibatch_scope_measures_each_and_ignores_the_rollout():
-    callback = AIS(saturation=0.5)
-    callback.on_rollout_end(trainer(), None, rollout(context()))
-    first = callback.correct(None, None, context(part=slice(0, 4)))
-    second = callback.correct(None, None, context(part=slice(4, 8)))
-    assert float(first.metrics["correction/alpha"]) != float(second.metrics["correction/alpha"])
 
 
 def test_alpha_is_global_over_ranks():

@@ -125,13 +125,6 @@ def test_a_schedule_that_cannot_be_is_refused(options, match):
         AQNNoise(**options)
 
 
-def test_a_run_without_a_length_has_no_stages(tmp_path):
-    limits = {"max_epochs": -1, "max_steps": 8}
-    trainer, module, data = build(tmp_path, callbacks=[AQNNoise(num_stages=2)], trainer=limits)
-    with pytest.raises(ConfigError, match="the run has no length"):
-        trainer.fit(module, datamodule=data)
-
-
 def test_a_run_of_fewer_iterations_than_stages_has_a_stage_for_each(tmp_path):
     fit(tmp_path, callbacks=[AQNNoise(start=1e-2, end=1e-4)], trainer={"max_epochs": 4})
     rows = csv_rows(tmp_path / "run" / "metrics.csv")
@@ -140,21 +133,19 @@ def test_a_run_of_fewer_iterations_than_stages_has_a_stage_for_each(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "norms, match",
+    "norms, limits, kind, match",
     [
-        (["*.input_layernorm.weight", "*.post_atention_layernorm.weight"], r"Given: \*\.post_atention"),
-        (["*.weight"], "is no norm's weight"),
-        ([], "no pattern"),
+        (["*.input_layernorm.weight", "*.post_atention_layernorm.weight"], {}, None, r"Given: \*\.post_atention"),
+        (["*.weight"], {}, None, "is no norm's weight"),
+        ([], {}, None, "no pattern"),
+        (None, {"max_epochs": -1, "max_steps": 8}, None, "the run has no length"),
+        (None, {}, "olmo2", "norms stand behind attention"),
     ],
 )
-def test_patterns_must_match_norms_and_nothing_else(norms, match, tmp_path):
-    trainer, module, data = build(tmp_path, callbacks=[AQNNoise(num_stages=2, norms=norms)])
+def test_patterns_must_match_norms_and_nothing_else_and_stages_need_a_length(norms, limits, kind, match, tmp_path):
+    if kind is not None:
+        families.model_folder(families.BY_TYPE[kind], tmp_path / "model")
+    options = {} if norms is None else {"norms": norms}
+    trainer, module, data = build(tmp_path, callbacks=[AQNNoise(num_stages=2, **options)], trainer=limits)
     with pytest.raises(ConfigError, match=match):
-        trainer.fit(module, datamodule=data)
-
-
-def test_a_model_without_norms_before_its_projections_is_refused(tmp_path):
-    families.model_folder(families.BY_TYPE["olmo2"], tmp_path / "model")
-    trainer, module, data = build(tmp_path, callbacks=[AQNNoise(num_stages=2)])
-    with pytest.raises(ConfigError, match="norms stand behind attention"):
         trainer.fit(module, datamodule=data)

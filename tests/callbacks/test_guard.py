@@ -1,3 +1,4 @@
+from contextlib import nullcontext
 from copy import deepcopy
 from types import SimpleNamespace
 
@@ -10,7 +11,6 @@ from lit_qrl.callbacks import Guard, RLCallback, TruncatedIS
 from lit_qrl.errors import ConfigError, StoppedError
 from lit_qrl.loop.state import IterationState
 from lit_qrl.objective import GRPO
-from lit_qrl.rewards.simple import ConstantReward
 from lit_qrl.run.event_log import read_jsonl
 from tests.tables import csv_rows
 from tests.tiny_run import DigitReward, DigitTask, build, fit, parameters_of
@@ -78,17 +78,12 @@ def test_a_bad_gradient_is_vetoed_and_the_next_step_taken(tmp_path):
     assert not torch.equal(parameters_of(module), start(tmp_path / "two"))
 
 
-def test_patience_ends_a_run_that_does_not_recover(tmp_path):
+@pytest.mark.parametrize("scaler", [False, True])
+def test_patience_ends_a_run_that_does_not_recover(tmp_path, scaler):
+    options = scaled(1.0)[0] if scaler else {}
     with pytest.raises(StoppedError, match="gradient was not finite"):
-        fit(tmp_path, callbacks=[PoisonGradient(9)], trainer={"max_epochs": 5}, guard={"patience": 2})
+        fit(tmp_path, callbacks=[PoisonGradient(9)], trainer={"max_epochs": 5, **options}, guard={"patience": 2})
     assert events(tmp_path) == ["nonfinite_gradient", "nonfinite_gradient", "stopped"]
-
-
-def test_equal_rewards_skip_the_step_and_move_nothing(tmp_path):
-    task = DigitTask(reward=ConstantReward(1.0))
-    _, module, _ = fit(tmp_path, task=task, trainer={"max_epochs": 3})
-    assert torch.equal(parameters_of(module), start(tmp_path))
-    assert events(tmp_path) == ["no_signal"] * 3
 
 
 @pytest.mark.parametrize(
@@ -124,7 +119,8 @@ def test_equal_rewards_leave_the_gradients_of_kl_and_entropy(tmp_path, penalty):
     for iterations in (1, 2):
         folder = tmp_path / str(iterations)
         options = {"task": DigitTask(reward=VariedOnce()), "objective": GRPO(**penalty)}
-        options |= {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1)}
+        if penalty:  # nothing but a gradient moves the weights; without one AdamW's moments would, if it stepped
+            options["optimizer"] = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
         _, module, _ = fit(folder, trainer={"max_epochs": iterations}, **options)
         ends.append(parameters_of(module))
     assert torch.equal(*ends) == (not penalty)
@@ -143,16 +139,11 @@ class Shifted(RLCallback):
         batch.sampler_logprobs += 1.0
 
 
-@pytest.mark.parametrize("action", ["warn", "skip", "stop"])
-def test_kl_ceiling_takes_the_configured_action(tmp_path, action):
-    options = {"callbacks": [Shifted()], "guard": {"kl_ceiling": 0.5, "action": action}}
-    if action == "stop":
-        with pytest.raises(StoppedError, match="kl_ceiling"):
-            fit(tmp_path, **options)
-        return
-    _, module, _ = fit(tmp_path, **options)
-    assert events(tmp_path).count("mismatch") == 2
-    assert torch.equal(parameters_of(module), start(tmp_path)) == (action == "skip")
+def test_kl_ceiling_warns_or_stops(tmp_path):
+    for action, ended in (("warn", nullcontext()), ("stop", pytest.raises(StoppedError, match="kl_ceiling"))):
+        with ended:
+            fit(tmp_path / action, callbacks=[Shifted()], guard={"kl_ceiling": 0.5, "action": action})
+    assert events(tmp_path / "warn") == ["mismatch"] * 2
 
 
 class ShiftedAt(RLCallback):
@@ -222,12 +213,6 @@ def test_overflows_of_a_loss_scaler_are_its_own_business(tmp_path):
     moved = parameters_of(module)
     assert torch.isfinite(moved).all()
     assert not torch.equal(moved, start(tmp_path))
-
-
-def test_a_gradient_that_is_not_finite_at_scale_one_is_vetoed(tmp_path):
-    options, _ = scaled(1.0)
-    with pytest.raises(StoppedError, match="gradient was not finite"):
-        fit(tmp_path, callbacks=[PoisonGradient(9)], trainer={"max_epochs": 5, **options}, guard={"patience": 2})
 
 
 def test_arguments_are_checked():

@@ -23,17 +23,14 @@ def shares(monkeypatch):
     return told
 
 
-def test_the_allocator_is_told_a_share_of_the_gpu(shares):
-    set_up(MemoryLimit(60))
-    assert shares == [(0.75, torch.device("cuda:0"))]
-
-
-def test_more_than_there_is_and_nothing_are_refused(shares):
+def test_more_than_there_is_and_nothing_are_refused_and_the_allocator_is_told_a_share(shares):
     with pytest.raises(ConfigError, match=r"at most 80\.0"):
         set_up(MemoryLimit(90))
     with pytest.raises(ConfigError, match="above 0"):
         MemoryLimit(0.0)
     assert not shares
+    set_up(MemoryLimit(60))
+    assert shares == [(0.75, torch.device("cuda:0"))]
 
 
 def test_a_cpu_is_refused_before_a_model_is_loaded(tmp_path):

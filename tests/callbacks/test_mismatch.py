@@ -98,16 +98,17 @@ def test_without_a_scoring_pass_it_measures_the_sequences_of_the_first_update(tm
         assert part != whole
 
 
-@pytest.mark.parametrize("callback", [GeometricRejection(upper=1.001), MaskedIS("sequence", upper=1.001)])
+NONE = GeometricRejection(lower=0.0, upper=1e9)
+
+
+@pytest.mark.parametrize("callback", [GeometricRejection(upper=1.001), MaskedIS("sequence", upper=1.001), NONE])
 def test_accepted_by_length_where_something_is_rejected(tmp_path, callback):
     _, module, _ = fit(tmp_path, callbacks=[callback], trainer={"max_epochs": 1})
-    one = pictures(tmp_path)["Accepted by length"]
+    one = pictures(tmp_path).get("Accepted by length")
+    assert (one is None) == (callback is NONE)
+    if callback is NONE:
+        return
     assert one["x"]["edges"][-1] == module.data.max_completion_tokens
     shares = one["counts"]["share of sequences"]
     assert all(0 <= share <= 1 for share in shares)
     assert min(shares) < 1
-
-
-def test_nothing_is_drawn_where_nothing_is_rejected(tmp_path):
-    fit(tmp_path, callbacks=[GeometricRejection(lower=0.0, upper=1e9)], trainer={"max_epochs": 1})
-    assert "Accepted by length" not in pictures(tmp_path)

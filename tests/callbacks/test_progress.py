@@ -59,10 +59,15 @@ def test_the_head_is_repeated(tmp_path, capsys):
     assert ["iter" in row for row in rows] == [True, False, False, True, False, False, True, False]
 
 
-def test_the_iteration_that_failed_has_no_line(tmp_path, capsys):
+def test_the_iteration_that_failed_has_no_line_and_the_bar_stops(tmp_path, capsys, request):
     with pytest.raises(RuntimeError):
         fit(tmp_path, module=Module(fail_at=2, error=RuntimeError("broken")))
     assert [row.split()[0] for row in capsys.readouterr().out.splitlines()[1:]] == ["0/3", "1/3", "2/3"]
+    request.getfixturevalue("terminal")
+    bar = RLProgress()
+    with pytest.raises(RuntimeError):
+        fit(tmp_path, module=Module(fail_at=0, error=RuntimeError("broken")), bar=bar)
+    assert bar._live is None
 
 
 def test_an_iteration_that_a_limit_of_time_cuts_has_no_line_either(tmp_path, capsys):
@@ -82,19 +87,10 @@ def test_a_resumed_run_prints_its_own_iterations_only(tmp_path, capsys):
     fit(tmp_path, iterations=2, enable_checkpointing=True)
     capsys.readouterr()
     (checkpoint,) = (tmp_path / "checkpoints").glob("*.ckpt")
-    trainer = trainer_of(tmp_path, [RLProgress()], 4)
-    trainer.fit(Module(), ckpt_path=checkpoint)
-    rows = [row.split() for row in capsys.readouterr().out.splitlines()[1:]]
-    assert [row[0] for row in rows] == ["3/4", "4/4"]
-    assert [row[2] for row in rows] == ["-", "0.625"]
-
-
-def test_the_last_line_has_the_accuracy_that_the_process_before_has_measured(tmp_path, capsys):
-    fit(tmp_path, iterations=2, enable_checkpointing=True)
-    (checkpoint,) = (tmp_path / "checkpoints").glob("*.ckpt")
-    trainer_of(tmp_path, [RLProgress()], 3).fit(Module(), ckpt_path=checkpoint)
-    last = capsys.readouterr().out.splitlines()[-1].split()
-    assert (last[0], last[2]) == ("3/3", "0.375")
+    for epochs, accuracies in ((4, {"3/4": "-", "4/4": "0.625"}), (3, {"3/3": "0.375"})):  # the process before's
+        trainer_of(tmp_path, [RLProgress()], epochs).fit(Module(), ckpt_path=checkpoint)
+        rows = [row.split() for row in capsys.readouterr().out.splitlines()[1:]]
+        assert {row[0]: row[2] for row in rows} == accuracies
 
 
 def test_a_terminal_sees_generation_move(tmp_path, terminal):
@@ -128,6 +124,8 @@ def test_tokens_per_second_are_those_of_this_generation(terminal, monkeypatch):
     monkeypatch.setattr(bar, "_live", object())
     notes = []
     monkeypatch.setattr(bar, "_phase", lambda name, done, total, note="": notes.append((name, note)))
+    bar.update_scoring("judge", 3, 8)
+    assert notes.pop() == ("reward", "samples judged by judge")
     bar.update_generation("rollout", 0, 8, 50)
     bar.update_generation("rollout", 4, 8, 650)
     bar.update_generation("val", 0, 8, 0)
@@ -153,13 +151,6 @@ def test_evaluations_alone_start_and_stop_the_bar(tmp_path, terminal, method):
     seen, bar = [], RLProgress()
     getattr(trainer_of(tmp_path, [bar]), method)(module)
     assert seen == [True]
-    assert bar._live is None
-
-
-def test_the_bar_stops_at_an_error(tmp_path, terminal):
-    bar = RLProgress()
-    with pytest.raises(RuntimeError):
-        fit(tmp_path, module=Module(fail_at=0, error=RuntimeError("broken")), bar=bar)
     assert bar._live is None
 
 
@@ -200,12 +191,7 @@ def test_cells_fit_and_mean_the_number(kind, value):
     # Two digits are right, or the value is below what the column resolves.
     resolution = {"number": 1e-3, "small": 1e-5, "rate": 1.0, "seconds": 0.01}[kind]
     assert float(text.rstrip("s")) == pytest.approx(value, rel=0.5, abs=resolution)
-
-
-def test_cells_without_a_number():
-    assert cell(None, 6) == "-"
-    assert cell(float("nan"), 6) == "nan"
-    assert cell(-float("inf"), 6) == "-inf"
+    assert [cell(none, width, kind) for none in (None, float("nan"), -float("inf"))] == ["-", "nan", "-inf"]
 
 
 def test_substitutes_for_what_is_not_logged():
@@ -218,10 +204,3 @@ def test_substitutes_for_what_is_not_logged():
 def test_bad_options(options):
     with pytest.raises(ValueError, match="positive"):
         RLProgress(**options)
-
-
-def test_a_slow_reward_moves_the_bar(monkeypatch):
-    bar, notes = RLProgress(), []
-    monkeypatch.setattr(bar, "_phase", lambda *given: notes.append(given))
-    bar.update_scoring("judge", 3, 8)
-    assert notes == [("reward", 3, 8, "samples judged by judge")]

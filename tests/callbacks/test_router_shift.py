@@ -63,34 +63,17 @@ def test_the_second_updates_ratio_is_smaller_by_the_shift(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "callbacks, data, match",
+    "replay, mini_batches, objective, match",
     [
-        ([RouterShift()], {"mini_batches": 2}, "nothing replays them.*RouterReplay"),
-        ([RouterReplay(), RouterShift()], {"mini_batches": 1}, "which is 1 here.*mini_batches above 1"),
+        ([], 2, None, "nothing replays them.*RouterReplay"),
+        ([RouterReplay()], 1, None, "which is 1 here.*mini_batches above 1"),
+        ([RouterReplay()], 2, TBPO(), "TBPO takes learner_old's log-probs for the mismatch"),
+        ([RouterReplay()], 2, GRPO(old_logprobs="bypass"), "old_logprobs: decoupled"),
     ],
 )
-def test_what_it_needs_is_named(callbacks, data, match, tmp_path):
+def test_what_it_needs_is_named(replay, mini_batches, objective, match, tmp_path):
     with pytest.raises(ConfigError, match=match):
-        trained(tmp_path, *callbacks, data=data)
-
-
-@pytest.mark.parametrize("floor", [0.0, 1.5])
-def test_a_floor_that_is_no_ratio_is_refused(floor):
-    with pytest.raises(ConfigError, match=r"number in \(0, 1\]"):
-        RouterShift(floor=floor)
-
-
-def test_an_objective_that_corrects_the_mismatch_itself_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="TBPO takes learner_old's log-probs for the mismatch"):
-        trained(tmp_path, RouterReplay(), RouterShift(), data={"mini_batches": 2}, objective=TBPO())
-
-
-def test_an_objective_without_that_ratio_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="old_logprobs: decoupled"):
-        trained(
-            tmp_path,
-            RouterReplay(),
-            RouterShift(),
-            data={"mini_batches": 2},
-            objective=GRPO(old_logprobs="bypass"),
-        )
+        trained(tmp_path, *replay, RouterShift(), data={"mini_batches": mini_batches}, objective=objective)
+    for floor in (0.0, 1.5):
+        with pytest.raises(ConfigError, match=r"number in \(0, 1\]"):
+            RouterShift(floor=floor)

@@ -71,11 +71,6 @@ def test_what_cannot_be_measured(more, message, arguments):
         called(audit, [*arguments, *more])
 
 
-def test_nothing_to_measure_is_said_so():
-    with pytest.raises(ConfigError, match=r"Given: none of them\. See lit-qrl audit --help"):
-        called(audit, [])
-
-
 def test_the_help_says_which_formats_are_not_measured():
     *others, last = names_where(lambda row: not row.audited)
     text = " ".join(CommandParser(audit).format_help().split())
@@ -123,6 +118,8 @@ def test_a_masked_diffusion_model_is_measured_by_its_own_engine(arguments, tmp_p
 def test_a_model_without_prompts_is_refused(arguments):
     with pytest.raises(ConfigError, match=r"no model and prompts.*--config alone.*--model"):
         called(audit, arguments[:2])
+    with pytest.raises(ConfigError, match=r"Given: none of them\. See lit-qrl audit --help"):
+        called(audit, [])
 
 
 def test_options_of_a_format_make_a_row_of_their_own(arguments):

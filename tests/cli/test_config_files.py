@@ -1,4 +1,5 @@
 import re
+from pathlib import Path
 
 import pytest
 
@@ -54,11 +55,6 @@ def test_what_can_be_read_and_what_is_no_path_passes(given):
     expanded(["fit", "--config", given])
 
 
-def test_the_home_folder_is_found(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    expanded(["fit", "--config=~/configs/quickstart.yaml"])
-
-
 @pytest.mark.parametrize(
     ("given", "words"),
     [
@@ -82,13 +78,11 @@ def test_what_cannot_be_read_is_named(given, words):
     with pytest.raises(ConfigError) as caught:
         expanded(["fit", f"--config={given}"])
     assert re.search(words, str(caught.value)), caught.value
-
-
-def test_a_long_choice_is_cut(tmp_path):
-    for i in range(9):
-        (tmp_path / "empty" / f"{i}.yaml").touch()
-    with pytest.raises(ConfigError, match=r"empty/5\.yaml and 3 more\."):
-        expanded(["fit", "-c", "empty"])
+    if given == "empty":  # a long choice is cut
+        for i in range(9):
+            Path(f"empty/{i}.yaml").touch()
+        with pytest.raises(ConfigError, match=r"empty/5\.yaml and 3 more\."):
+            expanded(["fit", "-c", "empty"])
 
 
 @pytest.fixture
@@ -112,6 +106,7 @@ def test_a_list_of_files_stands_for_them(lists):
 def test_paths_of_a_list_are_relative_to_it(lists, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert list(config_files(expanded(["-c", "~/one.yaml"]))) == [str(tmp_path / path) for path in lists]
+    expanded(["fit", "--config=~/configs/quickstart.yaml"])
 
 
 @pytest.mark.parametrize(

@@ -72,10 +72,6 @@ CASES = {
         "the following arguments are required: fit.model.policy, fit.data.task",
         "model.policy, data.task: required, but not given. Add it to a --config file, in a class to its init_args.",
     ),
-    "no mapping": (
-        "Unexpected config: x",
-        "A --config file holds no keys. Expected: YAML such as `data: {group_size: 8}`. Given: x.",
-    ),
     "paragraph of a class's own parser": (
         'Parser key "trainer.callbacks":\n  power: the value has the wrong type. Expected: float.',
         "trainer.callbacks.power: the value has the wrong type. Expected: float.",
@@ -107,7 +103,6 @@ def test_a_long_list_of_options_is_not_written_out():
 
 
 SETTINGS = {
-    "no GPU": ({"accelerator": "gpu"}, ["trainer.accelerator: gpu", "Correct trainer.accelerator."]),
     "strategy": ({"strategy": "dddp"}, ["trainer.strategy: dddp", "Correct trainer.strategy."]),
     "strategy of ours by its name": (
         {"strategy": "ShardedStrategy"},

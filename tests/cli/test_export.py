@@ -233,19 +233,17 @@ def test_another_base_than_the_packed_one_is_refused(packed, tmp_path):
 
 
 def test_what_cannot_be_exported(full, tmp_path):
-    out = ["--output", str(tmp_path / "out")]
-    with pytest.raises(ConfigError, match="has no adapter"):
-        called(export, [str(full), *out, "--adapter"])
+    for words, message in (
+        (["--adapter"], "has no adapter"),
+        (["--checkpoint", "lst"], r"no checkpoint 'lst'.*Did you mean 'last'"),
+        (["--format", "fp8_rows"], r"Did you mean 'fp8_row'"),
+        (["--adapter", "--format", "fp8_row"], "as it was trained"),
+        (["--output", str(full)], "exists already"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            called(export, [str(full), "--output", str(tmp_path / "out"), *words])
     with pytest.raises(ConfigError, match=r"not a run folder.*Did you mean .*run"):
-        called(export, [str(full.parent), *out])
-    with pytest.raises(ConfigError, match=r"no checkpoint 'lst'.*Did you mean 'last'"):
-        called(export, [str(full), *out, "--checkpoint", "lst"])
-    with pytest.raises(ConfigError, match=r"Did you mean 'fp8_row'"):
-        called(export, [str(full), *out, "--format", "fp8_rows"])
-    with pytest.raises(ConfigError, match="as it was trained"):
-        called(export, [str(full), *out, "--adapter", "--format", "fp8_row"])
-    with pytest.raises(ConfigError, match="exists already"):
-        called(export, [str(full), "--output", str(full)])
+        called(export, [str(full.parent), "--output", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
 
 

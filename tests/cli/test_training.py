@@ -71,9 +71,14 @@ def test_a_run_that_cannot_be_resumed_says_so(lit):
     assert "There is no checkpoint to resume from; starting runs/sums/1." in text
 
 
-def test_other_settings_are_named_and_the_former_are_kept(lit):
+def test_other_settings_are_named_and_the_former_are_kept_and_a_refused_resumption_leaves_them_alone(lit):
     assert lit("fit")[0] == 0
     first = (RUNS / "1" / "config.yaml").read_text()
+    # whatever shorter names there are: a run of before goes on without a word about its policy
+    assert yaml.safe_load(first)["model"]["policy"]["class_path"] == "lit_qrl.policy.CausalPolicy"
+    assert lit("fit", "--ckpt_path", "last", "--data.group_size", 1)[0] == 2
+    assert (RUNS / "1" / "config.yaml").read_text() == first
+    assert not (RUNS / "1" / "config.1.yaml").exists()
     changes = ("--trainer.callbacks+=AIS", "--data.temperature", 0.9, "--trainer.max_epochs", 2)
     status, text = lit("fit", *changes, "--ckpt_path", "last")
     assert status == 0
@@ -82,24 +87,10 @@ def test_other_settings_are_named_and_the_former_are_kept(lit):
     assert (RUNS / "1" / "config.1.yaml").read_text() == first
     assert yaml.safe_load((RUNS / "1" / "config.yaml").read_text())["data"]["temperature"] == 0.9
 
-    changes = (
-        "--data.temperature",
-        0.8,
-        "--trainer.max_epochs",
-        3,
-        "--ckpt_path",
-        RUNS / "1" / "checkpoints" / "last.ckpt",
-    )
-    assert "The former are in runs/sums/1/config.yaml." in lit("fit", *changes)[1]
+    checkpoint = ("--ckpt_path", RUNS / "1" / "checkpoints" / "last.ckpt")
+    changes = ("--data.temperature", 0.8, "--trainer.max_epochs", 3)
+    assert "The former are in runs/sums/1/config.yaml." in lit("fit", *changes, *checkpoint)[1]
     assert names() == ["1", "2"]
-
-
-def test_a_refused_resumption_leaves_the_configuration_alone(lit):
-    assert lit("fit")[0] == 0
-    first = (RUNS / "1" / "config.yaml").read_text()
-    assert lit("fit", "--ckpt_path", "last", "--data.group_size", 1)[0] == 2
-    assert (RUNS / "1" / "config.yaml").read_text() == first
-    assert not (RUNS / "1" / "config.1.yaml").exists()
 
 
 def test_predictions_are_kept_in_the_run_whose_checkpoint_is_taken(lit):
@@ -138,13 +129,6 @@ def test_names_that_resolve_are_those_of_the_kind():
     assert {"CSVLogger", "TensorBoardLogger"} <= set(known_classes("trainer.logger"))
     assert "AIS" not in known_classes("trainer.logger")
     assert known_classes("trainer.profiler") == []
-
-
-def test_a_configuration_names_the_policy_where_it_is(lit):
-    """Whatever shorter names there are: a run of before goes on without a word about its policy."""
-    assert lit("fit")[0] == 0
-    made = yaml.safe_load((RUNS / "1" / "config.yaml").read_text())
-    assert made["model"]["policy"]["class_path"] == "lit_qrl.policy.CausalPolicy"
 
 
 def test_help_begins_with_examples_and_speaks_of_this_program_s_checkpoints(capsys):

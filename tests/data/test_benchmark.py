@@ -20,13 +20,8 @@ def named(name, **options):
 
 def test_what_a_benchmark_leaves_out_is_as_the_evaluation_says():
     plain, own = sets(named("a"), named("b", samples=16, temperature=0.6, top_p=0.95, greedy=False), top_p=0.5)
-    assert (plain.samples, plain.temperature, plain.top_p, plain.greedy, plain.completion_tokens) == (
-        1,
-        1,
-        0.5,
-        True,
-        16,
-    )
+    told = (plain.samples, plain.temperature, plain.top_p, plain.greedy, plain.completion_tokens)
+    assert told == (1, 1, 0.5, True, 16)
     assert (own.samples, own.temperature, own.top_p, own.greedy, list(own.pass_at)) == (16, 0.6, 0.95, False, [16])
 
 

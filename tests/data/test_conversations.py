@@ -7,18 +7,13 @@ USER, ANSWER = {"role": "user", "content": "1 + 1?"}, {"role": "assistant", "con
 SYSTEM, TOOL = {"role": "system", "content": "Think."}, {"role": "tool", "content": "2", "name": "add"}
 
 
-def test_turns_of_every_role_are_read():
+def test_turns_of_every_role_and_those_of_sharegpt_are_read():
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}
     turns = read_turns([SYSTEM, USER, call, TOOL], "Row 1")
     assert [turn["role"] for turn in turns] == ["system", "user", "assistant", "tool"]
     assert turns[2] == {"role": "assistant", "tool_calls": [{"function": {"name": "add"}}], "content": ""}
-
-
-def test_what_a_table_fills_with_null_is_left_out():
+    # what a table fills with null is left out
     assert read_turns([{**USER, "tool_calls": None, "name": None}], "Row 1") == [USER]
-
-
-def test_turns_of_sharegpt_are_read():
     turns = [{"from": "system", "value": "Think."}, {"from": "human", "value": "1 + 1?"}, {"from": "gpt", "value": "2"}]
     assert read_turns(turns, "Row 1") == [SYSTEM, USER, ANSWER]
 

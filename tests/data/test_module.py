@@ -83,17 +83,7 @@ def test_more_ranks_than_groups_or_sequences_are_refused(sizes, message):
         data.setup("fit")
 
 
-def test_a_restored_stream_goes_on_where_it_was():
-    data = module()
-    drawn(data, 4)
-    state = data.state_dict()
-    expected = drawn(data, 4, 3)
-    again = module()
-    again.load_state_dict(state)
-    assert drawn(again, 4, 3) == expected
-
-
-def test_an_unfinished_rollout_is_drawn_again():
+def test_an_unfinished_rollout_is_drawn_again_and_a_restored_stream_goes_on():
     data = module()
     drawn(data, 4)
     data.schedule.rollout_begins(data.position)
@@ -104,6 +94,9 @@ def test_an_unfinished_rollout_is_drawn_again():
     assert drawn(data, 4) == expected
     data.schedule.update_begins(0)
     assert data.state_dict() == {"position": 8}
+    again = module()  # a stream that is restored goes on where it was
+    again.load_state_dict(data.state_dict())
+    assert drawn(again, 4, 3) == drawn(data, 4, 3)
 
 
 def test_samples_are_prompt_major():

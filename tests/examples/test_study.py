@@ -140,20 +140,14 @@ def test_finished_runs_are_left_alone_and_cut_ones_go_on(study, small, tmp_path,
     assert "1 of 3 runs are finished" in capsys.readouterr().out
 
 
-def test_a_run_of_another_configuration_is_refused(study, small, tmp_path):
-    (job,) = study.plan(small, tmp_path / "out", arms=["none+int4"], seeds=[0])
-    fake_run(study, job, [0.5])
-    (other,) = study.plan(small, tmp_path / "out", arms=["none+int4"], seeds=[0], extra=["--trainer.max_epochs", "9"])
-    assert other.state == "changed"
-    with pytest.raises(study.StudyError, match="another configuration"):
-        study.run_all([other])
-
-
-def test_a_report_counts_the_runs_of_another_configuration(study, small, tmp_path, capsys):
+def test_runs_of_another_configuration_are_refused_and_a_report_counts_them(study, small, tmp_path, capsys):
     out, extra = tmp_path / "out", ["--trainer.max_epochs", "9"]
-    made = study.plan(small, out, seeds=[0], extra=extra)
-    for job in made:
+    for job in study.plan(small, out, seeds=[0], extra=extra):
         fake_run(study, job, [0.5])
+    others = study.plan(small, out, seeds=[0])
+    assert [job.state for job in others] == ["changed"] * 3
+    with pytest.raises(study.StudyError, match="another configuration"):
+        study.run_all(others)
     asked = [str(tmp_path / "small"), "--out", str(out), "--seeds", "0", "--report"]
     assert study.main(asked) == 0
     printed = capsys.readouterr().out

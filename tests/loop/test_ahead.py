@@ -110,6 +110,8 @@ def test_log_probs_are_those_of_the_weights_that_drew(tmp_path):
     still, moving = ([float(row["mismatch/kl_k3"]) for row in rows(one)] for one in (run, moved))
     assert max(still) < 1e-8
     assert min(moving[1:]) > 1e-3
+    in_flight = flight(tmp_path / "flight", epochs=4, waits=False, lr=0.0, format="fp32")
+    assert max(float(row["mismatch/kl_k3"]) for row in rows(in_flight)) < 1e-8
     # All of it is staleness where nothing is quantized, on sequences that the engine scores again.
     stale = [float(row["mismatch/staleness_kl"]) for row in rows(moved)[1:]]
     assert stale == pytest.approx(moving[1:], rel=1e-3)
@@ -389,11 +391,6 @@ def test_tokens_are_never_older_than_allowed_whenever_the_weights_come(tmp_path)
     assert run.watch.prompts == fit(tmp_path / "on", {}, epochs=8).watch.prompts
 
 
-def test_log_probs_in_flight_are_those_of_the_weights_that_drew(tmp_path):
-    still = flight(tmp_path, epochs=4, waits=False, lr=0.0, format="fp32")
-    assert max(float(row["mismatch/kl_k3"]) for row in rows(still)) < 1e-8
-
-
 def test_a_run_with_updates_in_flight_goes_on(tmp_path):
     cut = flight(tmp_path / "cut", epochs=6, waits=False, callbacks=[StopAfter(3)])
     rest = flight(tmp_path / "rest", epochs=6, waits=False, ckpt_path=str(cut.folder / "checkpoints" / "last.ckpt"))
@@ -402,19 +399,13 @@ def test_a_run_with_updates_in_flight_goes_on(tmp_path):
     assert whole == fit(tmp_path / "on", {}, epochs=6).watch.prompts
 
 
-@pytest.mark.parametrize("dies_at", [[1], [2], [3, 4]])
-def test_what_an_engine_died_of_in_flight_is_drawn_again(tmp_path, dies_at):
-    run = flight(tmp_path / "died", waits=False, dies_at=dies_at)
+@pytest.mark.parametrize("dies", [{"dies_at": [1]}, {"dies_at": [2]}, {"dies_at": [3, 4]}, {"dies_of": 2}], ids=str)
+def test_what_an_engine_died_of_in_flight_is_drawn_again(tmp_path, dies):
+    run = flight(tmp_path / "died", waits="dies_of" in dies, **dies)  # of a publish: everything under way
     assert run.watch.prompts == fit(tmp_path / "on", {}, epochs=5).watch.prompts
     deaths = [one for one in read_jsonl(run.folder / "events.jsonl") if one["kind"] == "engine_died"]
-    assert len(deaths) == len(dies_at)
-
-
-def test_an_engine_that_dies_of_a_publish_in_flight_draws_everything_under_way_again(tmp_path):
-    run = flight(tmp_path / "died", dies_of=2)
-    assert run.watch.prompts == fit(tmp_path / "on", {}, epochs=5).watch.prompts
-    (death,) = [one for one in read_jsonl(run.folder / "events.jsonl") if one["kind"] == "engine_died"]
-    assert "of a publish" in death["message"]
+    assert len(deaths) == len(dies.get("dies_at", [2]))
+    assert ("of a publish" in deaths[0]["message"]) == ("dies_of" in dies)
     assert max(ages(run)) <= 2
 
 

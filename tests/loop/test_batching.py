@@ -29,11 +29,8 @@ def test_deal_keeps_every_row_once_and_minimises_the_largest_padded_size(seed):
         for cuts in itertools.combinations(range(1, len(order)), parts - 1)
     )
     assert max(padded(run, lengths) for run in runs) == best
-
-
-def test_deal_names_the_key_when_there_are_too_few_rows():
     with pytest.raises(ValueError, match=r"data\.micro_batches"):
-        deal_by_length([3, 3], 3)
+        deal_by_length(lengths, len(lengths) + 1)
 
 
 def completion(ids, reason="stop", version=4):
@@ -54,13 +51,10 @@ def test_assemble_pads_prompts_left_and_completions_right():
     assert batch.group.tolist() == [0, 0, 1, 1]
     assert batch.stopped.tolist() == [True, True, False, True]
     assert batch.version.tolist() == [4, 4, 4, 4]
-
-
-def test_log_probs_keep_fp32_in_a_validation_step_of_bf16():
-    one = Completion(token_ids=[5], logprobs=[-1.2345678], finish_reason="stop", version=0)
-    with bf16_default():
-        batch = assemble([[1]], [one], group_size=1, pad_token_id=0)
-    assert batch.sampler_logprobs.tolist() == torch.tensor([[-1.2345678]]).tolist()
+    completions[0].logprobs = [-1.2345678, -0.5]
+    with bf16_default():  # of a validation step
+        batch = assemble([[1, 2, 3], [4]], completions, group_size=2, pad_token_id=0)
+    assert batch.sampler_logprobs[0, 0].tolist() == torch.tensor(-1.2345678).tolist()
 
 
 def test_the_ids_that_tokens_were_drawn_among_are_padded_behind():
@@ -91,12 +85,7 @@ def test_select_trims_columns_that_are_padding_in_all_rows():
 
 def test_rows_of_keeps_groups_whole():
     assert rows_of([1, 0], 3).tolist() == [3, 4, 5, 0, 1, 2]
-
-
-def test_rows_of_no_group_are_none():
-    """A draw in which no group has variance leaves nothing, and an index all the same."""
-    rows = rows_of([], 4)
-    assert torch.zeros(8)[rows].shape == (0,)
+    assert torch.zeros(8)[rows_of([], 4)].shape == (0,)  # a draw in which no group has variance
 
 
 def part(prompts, completions, version):
@@ -133,6 +122,7 @@ def test_batches_of_other_widths_are_joined_row_by_row():
     assert joined.group.tolist() == [0, 0, 1, 1]
     outside = joined.sampler_logprobs[~joined.mask]
     assert not outside.any()
+    assert concatenate([first], 0, 2) is first
 
 
 def test_tokens_of_two_versions_are_laid_out_like_tokens():
@@ -150,11 +140,6 @@ def test_tokens_of_two_versions_are_laid_out_like_tokens():
     joined = concatenate([batch, alone], 0, 2)
     assert joined.versions.tolist() == [[4, 4, 5, 0], [5, 5, 5, 0], [6] * 4, [6] * 4]
     assert joined.select(torch.tensor([1]), trim=True).versions.tolist() == [[5, 5]]
-
-
-def test_a_single_batch_is_left_as_it_is():
-    only = part([[5, 6]], [[7]], 1)
-    assert concatenate([only], 0, 1) is only
 
 
 def routed(ids, *numbers):

@@ -61,10 +61,6 @@ def test_weights_multiply_and_keeps_are_anded():
     assert metrics.keys() > {"correction/alpha", "correction/vetoed_sequences", "correction/half"}
 
 
-def test_nothing_to_combine():
-    assert combine([], torch.ones(1, 1, dtype=torch.bool)) == (None, None, {})
-
-
 def test_metrics_are_global_over_ranks():
     given = context()
     whole = combine([TruncatedIS().correct(None, None, given), TokenVeto().correct(None, None, given)], given.mask)[2]
@@ -82,6 +78,7 @@ def test_metrics_are_global_over_ranks():
 
 def test_wrong_shapes_and_clashing_names_are_refused():
     mask = torch.ones(2, 3, dtype=torch.bool)
+    assert combine([], mask) == (None, None, {})
     with pytest.raises(ValueError, match=r"\(2, 3\).*\(2,\)"):
         combine([Correction(weights=torch.ones(2))], mask)
     with pytest.raises(ValueError, match="keep"):
@@ -107,10 +104,7 @@ def test_two_carriers_of_the_ratio_are_refused_by_name(callbacks, objective):
     for callback in callbacks:
         assert not callback.carries_ratio or type(callback).__name__ in str(error.value)
     assert objective is None or not objective.carries_ratio or "TBPO" in str(error.value)
-
-
-def test_a_ratio_against_the_sampler_is_not_corrected_once_more():
-    with pytest.raises(ConfigError, match="bypass"):
+    with pytest.raises(ConfigError, match="bypass"):  # a ratio against the sampler is not corrected once more
         check_combination([TruncatedIS()], GRPO(old_logprobs="bypass"))
     check_combination([TokenVeto()], GRPO(old_logprobs="bypass"))
 

@@ -14,16 +14,13 @@ from tests.loop.test_ahead import Apart, Flying
 from tests.loop.test_turns import Echo
 
 
-def test_an_engine_that_takes_no_weights_in_flight_is_refused():
-    learner = SimpleNamespace(data=SimpleNamespace(engine=Apart(), schedule=RolloutPrefetcher(2, "keep")))
-    with pytest.raises(ConfigError, match="Apart"):
-        check_in_flight(learner)
-
-
-def test_updates_in_flight_are_refused_where_bits_must_repeat(monkeypatch):
+def test_updates_in_flight_are_refused_where_bits_must_repeat_or_an_engine_takes_none(monkeypatch):
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     learner = SimpleNamespace(data=SimpleNamespace(engine=Flying(), schedule=RolloutPrefetcher(2, "keep")))
     with pytest.raises(ConfigError, match=r"trainer\.deterministic .* in flight"):
+        check_in_flight(learner)
+    learner.data.engine = Apart()
+    with pytest.raises(ConfigError, match="Apart"):
         check_in_flight(learner)
     learner.data.schedule = RolloutPrefetcher(2)
     check_in_flight(learner)

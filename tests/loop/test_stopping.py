@@ -47,11 +47,14 @@ def test_a_resumed_run_counts_on(tmp_path):
         ({"limit_train_batches": 1}, "limit_train_batches.*part of each iteration.*Given: 1.*prompts_per_iteration"),
         ({"overfit_batches": 0.5}, "overfit_batches.*part of each iteration"),
         ({"check_val_every_n_epoch": 0}, "check_val_every_n_epoch is too small.*limit_val_batches to 0"),
+        (GradientAccumulationScheduler({0: 2}), r"GradientAccumulationScheduler would.*Remove it.*data\.micro_batches"),
+        (StochasticWeightAveraging(1e-3), r"StochasticWeightAveraging .*average nothing.*EMAWeightAveraging"),
     ],
 )
-def test_what_would_cut_an_iteration_is_refused(tmp_path, options, words):
+def test_what_would_cut_an_iteration_or_do_otherwise_than_it_says_is_refused(tmp_path, options, words):
+    given = {"trainer": options} if isinstance(options, dict) else {"callbacks": [options]}
     with pytest.raises(ConfigError, match=words):
-        fit(tmp_path, data={"mini_batches": 2}, trainer=options)
+        fit(tmp_path, data={"mini_batches": 2}, **given)
     assert not (tmp_path / "run" / "metrics.csv").exists()
 
 
@@ -68,15 +71,3 @@ def test_a_checkpoint_is_kept_by_the_metric_of_its_own_iteration(tmp_path):
     scores = {Path(path).stem: float(score) for path, score in best.best_k_models.items()}
     assert scores == {f"epoch={row['epoch']}": pytest.approx(float(row["reward/mean"])) for row in rows}
     assert len(scores) == 3
-
-
-@pytest.mark.parametrize(
-    ("callback", "words"),
-    [
-        (GradientAccumulationScheduler({0: 2}), r"GradientAccumulationScheduler would.*Remove it.*data\.micro_batches"),
-        (StochasticWeightAveraging(1e-3), r"StochasticWeightAveraging .*average nothing.*EMAWeightAveraging"),
-    ],
-)
-def test_callbacks_that_would_do_otherwise_than_they_say_are_refused(tmp_path, callback, words):
-    with pytest.raises(ConfigError, match=words):
-        fit(tmp_path, callbacks=[callback], data={"mini_batches": 2})

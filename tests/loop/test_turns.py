@@ -130,9 +130,6 @@ def test_a_bad_environment_costs_its_own_sequence():
     assert "10000000 characters" in ended[4].error
     assert "empty" in ended[5].error
     assert [completion.token_ids for completion in completions[1:]] == [[9, EOS]] * 5
-
-
-def test_a_score_that_is_no_number_leaves_the_sequence_out():
     task = Broken()
     task.reply = lambda state, answer: None
     (completion,), _ = talk(task, [{"says": ["nan"]}], lambda turn: said([9, EOS]))

@@ -112,12 +112,6 @@ def test_every_iteration_gets_its_version(tmp_path):
     )
 
 
-def test_a_sampler_may_stay_for_several_iterations(tmp_path):
-    watch = Watch()
-    fit(tmp_path, callbacks=[watch], publisher={"every_n_iterations": 2}, trainer={"max_epochs": 4})
-    assert watch.versions == [[0], [0], [1], [1]]
-
-
 def test_an_evaluation_publishes_the_clean_weights_without_a_version(tmp_path):
     def look(module, engine):
         weights = merged_weights(module.policy.network)
@@ -375,7 +369,7 @@ def test_what_is_garbled_beside_an_unchanged_base_is_named(tmp_path, monkeypatch
 # ----------------------------------------------------------------------------------------------------------- probe
 
 
-def test_the_probe_compares_at_the_first_publish_and_every_n(tmp_path):
+def test_a_sampler_may_stay_for_several_iterations_and_every_nth_publish_is_probed(tmp_path):
     original, calls = TransformersEngine.score, []
 
     def score(engine, sequences):
@@ -384,8 +378,10 @@ def test_the_probe_compares_at_the_first_publish_and_every_n(tmp_path):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TransformersEngine, "score", score)
-        fit(tmp_path, publisher={"probe_every": 2}, trainer={"max_epochs": 5})
-    assert calls == [0, 2, 4]
+        watch, publisher = Watch(), {"probe_every": 2, "every_n_iterations": 2}
+        fit(tmp_path, callbacks=[watch], publisher=publisher, trainer={"max_epochs": 6})
+    assert watch.versions == [[0], [0], [1], [1], [2], [2]]
+    assert calls == [0, 2]
 
 
 @pytest.mark.parametrize("noisy", [False, True])

@@ -51,6 +51,27 @@ def test_total_is_the_weighted_sum_and_parts_are_unweighted():
     assert scores.errors == 0
 
 
+def test_failures_that_a_reward_lists_cost_their_samples_beside_those_that_raise():
+    class Late(RaisesOn):
+        def __call__(self, samples):
+            self.failures = {}
+            scores = super().__call__(samples)
+            self.failures = {i: "late" for i, sample in enumerate(samples) if sample.completion == "ccc"}
+            return [math.nan if score == 2 and self.text == "a" else score for score in scores]
+
+    late = Late("nothing")
+    late.batched = True
+    scores = score_all([late], SAMPLES, error_reward=-5.0)
+    assert (scores.total, scores.errors) == ([1.0, 2.0, -5.0], 1)
+    scores = score_all([Late("bb")], SAMPLES, error_reward=-5.0)  # called for one sample at a time
+    assert (scores.total, scores.errors) == ([1.0, -5.0, -5.0], 2)
+    other = RaisesOn("bb")
+    other.name = "other"
+    assert score_all([Late("bb"), other], SAMPLES).errors == 2  # of a sample that fails twice one is counted
+    with pytest.raises(ConfigError, match="not a finite number"):
+        score_all([Late("a")], SAMPLES)
+
+
 def test_a_reward_that_raises_costs_only_its_sample(caplog):
     with caplog.at_level(logging.WARNING):
         total, parts, errors = score_all([ConstantReward(10.0), RaisesOn("bb")], SAMPLES, error_reward=-1.0)
@@ -59,36 +80,6 @@ def test_a_reward_that_raises_costs_only_its_sample(caplog):
     assert errors == 1
     assert "picky" in caplog.text
     assert "no such text" in caplog.text
-
-
-def test_two_failed_rewards_of_one_sample_count_once():
-    other = RaisesOn("bb")
-    other.name = "other"
-    assert score_all([RaisesOn("bb"), other], SAMPLES).errors == 1
-
-
-def test_samples_listed_as_failures_score_the_error_reward():
-    class Late(Length):
-        def __call__(self, samples):
-            self.failures = {i: "late" for i, sample in enumerate(samples) if sample.completion == "ccc"}
-            return super().__call__(samples)
-
-    scores = score_all([Late()], SAMPLES, error_reward=-5.0)
-    assert scores.total == [1.0, 2.0, -5.0]
-    assert scores.errors == 1
-
-
-def test_failures_listed_by_a_call_for_one_sample_keep_their_position():
-    class LateAndPicky(RaisesOn):
-        def __call__(self, samples):
-            self.failures = {}
-            scores = super().__call__(samples)
-            self.failures = {i: "late" for i, sample in enumerate(samples) if sample.completion == "ccc"}
-            return scores
-
-    scores = score_all([LateAndPicky("a")], SAMPLES, error_reward=-5.0)
-    assert scores.total == [-5.0, 2.0, -5.0]
-    assert scores.errors == 2
 
 
 @pytest.mark.parametrize("value", [[1.0, 2.0], [1.0] * 4, [], None, 3.0, "abc", {1: 1, 2: 2, 3: 3}])
@@ -101,15 +92,6 @@ def test_a_wrong_number_of_scores_is_an_error_that_names_the_reward(value):
 def test_a_score_that_is_no_finite_number_is_an_error_that_names_the_reward(value):
     with pytest.raises(ConfigError, match=r"'Returns'.*not a finite number.*for sample 1"):
         score_all([Returns([1.0, value, 1.0])], SAMPLES)
-
-
-def test_nan_is_an_error_also_when_another_sample_raises():
-    class NaNForOne(RaisesOn):
-        def __call__(self, samples):
-            return [math.nan if score == 3 else score for score in super().__call__(samples)]
-
-    with pytest.raises(ConfigError, match="not a finite number"):
-        score_all([NaNForOne("a")], SAMPLES)
 
 
 def test_tensors_and_booleans_are_scores():

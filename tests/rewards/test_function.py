@@ -134,11 +134,6 @@ def test_a_service_that_is_away_for_all_is_a_failed_call():
         score_all([FunctionReward(judge, concurrency=2, retries=0)], SAMPLES)
 
 
-def test_a_call_for_one_sample_returns_one_score():
-    with pytest.raises(ConfigError, match="with concurrency each call has one sample"):
-        score_all([FunctionReward(lambda completions: [1.0, 2.0], concurrency=1)], SAMPLES)
-
-
 @pytest.mark.parametrize(
     "path, words",
     [
@@ -155,17 +150,16 @@ def test_a_function_that_is_not_there(path, words):
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("wrong", [{"concurrency": -1}, {"retries": -1}, {"timeout": 0.0}, {"time_limit": 0.0}])
-def test_wrong_arguments(wrong):
-    with pytest.raises(ConfigError, match=f"{next(iter(wrong))} of Reward 'right'"):
-        FunctionReward(right, **wrong)
-
-
-@pytest.mark.parametrize("unheeded", [{"timeout": 5.0}, {"retries": 0}])
-def test_limits_of_single_calls_without_such_calls_are_refused(unheeded):
-    with pytest.raises(ConfigError, match=r"for calls of single samples.*concurrency 0\. Set concurrency"):
-        FunctionReward(right, **unheeded)
-    assert FunctionReward(right, concurrency=1, **unheeded)(SAMPLES) == [1.0] * 4
+def test_wrong_arguments_and_limits_of_single_calls_without_such_calls_are_refused():
+    for wrong in ({"concurrency": -1}, {"retries": -1}, {"timeout": 0.0}, {"time_limit": 0.0}):
+        with pytest.raises(ConfigError, match=f"{next(iter(wrong))} of Reward 'right'"):
+            FunctionReward(right, **wrong)
+    for unheeded in ({"timeout": 5.0}, {"retries": 0}):
+        with pytest.raises(ConfigError, match=r"for calls of single samples.*concurrency 0\. Set concurrency"):
+            FunctionReward(right, **unheeded)
+        assert FunctionReward(right, concurrency=1, **unheeded)(SAMPLES) == [1.0] * 4
+    with pytest.raises(ConfigError, match="with concurrency each call has one sample"):
+        score_all([FunctionReward(lambda completions: [1.0, 2.0], concurrency=1)], SAMPLES)
 
 
 def hold(completions, **kwargs):

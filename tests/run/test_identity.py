@@ -18,9 +18,6 @@ def test_identity_is_the_shape_and_the_adapter():
     shape = {"model_type": "qwen3", "vocab_size": 24, "hidden_size": 32, "num_hidden_layers": 2}
     assert identity(policy()) == {**shape, "adapter": None, "rank": None}
     assert identity(policy(LoraConfig(r=4))) == {**shape, "adapter": "LORA", "rank": 4}
-
-
-def test_a_checkpoint_of_the_same_policy_passes():
     for lora in (None, LoraConfig(r=8)):
         check_identity({"policy": identity(policy(lora))}, policy(lora))
 

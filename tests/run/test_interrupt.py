@@ -43,21 +43,15 @@ def test_a_second_signal_is_not_put_off(interruption):
     os.kill(os.getpid(), signal.SIGINT)
     with pytest.raises(Interrupted):
         os.kill(os.getpid(), signal.SIGINT)
-
-
-def test_nothing_is_raised_where_nothing_came(interruption):
-    interruption.defer()
-    interruption.resume()
-    interruption.install()  # a second time changes nothing
-
-
-def test_a_second_run_does_not_end_by_the_signal_of_the_first(interruption):
-    interruption.defer()
-    os.kill(os.getpid(), signal.SIGTERM)
     interruption.remove()
-    interruption.install()
+    interruption.install()  # the next run does not end by what came in this one
+    interruption.install()  # a second time changes nothing
     assert interruption.pending is None
+    interruption.defer()
     interruption.resume()
+    interruption.remove()
+    interruption.pass_on(signal.SIGTERM)  # nor the process by what comes afterwards
+    assert interruption.pending is None
 
 
 @pytest.fixture
@@ -89,13 +83,6 @@ def test_a_signal_that_another_process_got_wakes_the_main_thread_and_is_not_told
     assert (made.pending, told) == (signal.SIGTERM, [])
     os.kill(os.getpid(), signal.SIGTERM)  # what started all of them sends it to each: this one's first
     assert told == [signal.SIGTERM]
-
-
-def test_what_comes_after_a_run_has_given_the_signals_back_does_not_end_the_process(among_several):
-    made, _ = among_several
-    made.remove()
-    made.pass_on(signal.SIGTERM)
-    assert made.pending is None
 
 
 def test_a_run_under_nohup_outlives_its_terminal():

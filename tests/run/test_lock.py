@@ -23,12 +23,9 @@ def holder(tmp_path):
     process.wait()
 
 
-def test_a_second_run_is_refused_and_the_first_is_named(tmp_path, holder):
+def test_a_second_run_is_refused_and_the_lock_of_a_process_that_died_is_taken_over(tmp_path, holder):
     with pytest.raises(ConfigError, match=f"process {holder.pid} on {socket.gethostname()}, since 20"):
         RunLock().take(tmp_path)
-
-
-def test_the_lock_of_a_process_that_died_is_taken_over(tmp_path, holder):
     os.kill(holder.pid, signal.SIGKILL)
     holder.wait()
     lock = RunLock()

@@ -104,11 +104,6 @@ def test_the_engine_sleeps_exactly_once_per_iteration_while_the_learner_works(tm
     assert engine.story == [*ITERATION, "wake", *ITERATION, "wake", *ITERATION]
 
 
-def test_several_updates_of_one_rollout_need_one_sleep(tmp_path):
-    _, _, engine = colocated(tmp_path, data={"passes": 2, "mini_batches": 2}, trainer={"max_epochs": 1})
-    assert engine.story == ["load_weights", "generate", "sleep", "scored", *["update"] * 4, "end"]
-
-
 def test_rollouts_drawn_again_need_one_sleep(tmp_path):
     from lit_qrl.objective import DAPO
 
@@ -119,10 +114,10 @@ def test_rollouts_drawn_again_need_one_sleep(tmp_path):
     assert engine.story.count("sleep") == 2
 
 
-def test_an_evaluation_is_a_phase_of_its_own(tmp_path):
-    _, _, engine = colocated(tmp_path, trainer={"limit_val_batches": 1, "max_epochs": 1})
+def test_an_evaluation_is_a_phase_of_its_own_and_several_updates_need_one_sleep(tmp_path):
+    _, _, engine = colocated(tmp_path, data={"passes": 2}, trainer={"limit_val_batches": 1, "max_epochs": 1})
     evaluation = ["load_weights", "generate", "generate", "sleep"]
-    assert engine.story == [*evaluation, "wake", *ITERATION[:-1], "wake", *evaluation, "end"]
+    assert engine.story == [*evaluation, "wake", *ITERATION[:-1], "update", "wake", *evaluation, "end"]
 
 
 @pytest.mark.parametrize("level", [1, 2])

@@ -57,6 +57,12 @@ def test_evaluated_rows_are_removed_from_training_and_counted(path, tmp_path, ca
     assert len(task.evaluation_rows()) == 10
     assert not set(questions(task.train_rows())) & set(questions(task.evaluation_rows()))
     assert "Removed 5 of 20 training rows" in caplog.text
+    assert len(ready(path, evaluation_path=evaluation, evaluation_size=3).evaluation_rows()) == 3
+    with pytest.raises(ConfigError, match=r"No training row .* is left"):
+        ready(path, evaluation_path=path)
+    Path(path).write_text(Path(evaluation).read_text() * 2)  # each row twice
+    task = ready(path, evaluation_size=4)
+    assert not set(questions(task.train_rows())) & set(questions(task.evaluation_rows()))
 
 
 def test_rows_that_differ_in_spaces_and_case_are_the_same(tmp_path):
@@ -66,17 +72,6 @@ def test_rows_that_differ_in_spaces_and_case_are_the_same(tmp_path):
     (tmp_path / "b.jsonl").write_text('{"question": "how many?", "answer": "1"}\n')
     task = ready(str(tmp_path / "a.jsonl"), evaluation_path=str(tmp_path / "b.jsonl"))
     assert questions(task.train_rows()) == ["What?"]
-
-
-def test_duplicates_of_held_out_rows_are_not_trained_on(tmp_path):
-    (tmp_path / "a.jsonl").write_text((Path(write(tmp_path / "b.jsonl", 10)).read_text()) * 2)
-    task = ready(str(tmp_path / "a.jsonl"), evaluation_size=4)
-    assert not set(questions(task.train_rows())) & set(questions(task.evaluation_rows()))
-
-
-def test_evaluation_rows_can_be_limited(path, tmp_path):
-    evaluation = write(tmp_path / "evaluation.jsonl", 10, start=100)
-    assert len(ready(path, evaluation_path=evaluation, evaluation_size=3).evaluation_rows()) == 3
 
 
 def test_splits_of_a_folder(tmp_path):
@@ -165,26 +160,20 @@ def test_what_construction_refuses(options, message):
         DatasetTask("rows.jsonl", **options)
 
 
-def test_evaluating_on_all_training_rows_is_refused(path):
-    with pytest.raises(ConfigError, match=r"No training row .* is left"):
-        ready(path, evaluation_path=path)
-
-
 @pytest.mark.parametrize(
-    "line", ['{"question": "", "answer": "1"}', '{"question": null, "answer": "1"}', '{"answer": "1"}']
+    ("line", "lacks"),
+    [
+        ('{"question": "", "answer": "1"}', "prompt in column 'question'"),
+        ('{"question": null, "answer": "1"}', "prompt in column 'question'"),
+        ('{"answer": "1"}', "prompt in column 'question'"),
+        ('{"question": "a", "answer": " "}', "answer in column 'answer'"),
+        ('{"question": "a"}', "answer in column 'answer'"),
+    ],
 )
-def test_a_row_without_prompt_is_refused(path, line):
+def test_a_row_without_prompt_or_answer_is_refused(path, line, lacks):
     with open(path, "a") as file:
         file.write(line + "\n")
-    with pytest.raises(ConfigError, match=r"Row 21 of .*no prompt in column 'question'"):
-        ready(path)
-
-
-@pytest.mark.parametrize("line", ['{"question": "a", "answer": " "}', '{"question": "a"}'])
-def test_a_row_without_answer_is_refused(path, line):
-    with open(path, "a") as file:
-        file.write(line + "\n")
-    with pytest.raises(ConfigError, match=r"Row 21 of .*no answer in column 'answer'"):
+    with pytest.raises(ConfigError, match=f"Row 21 of .*no {lacks}"):
         ready(path)
 
 
@@ -235,19 +224,17 @@ def test_a_set_that_is_only_evaluated_on_has_no_training_rows(path):
 
 
 @pytest.mark.parametrize(
-    "answer, rewards, words",
+    "answer, words",
     [
-        (r"\\frac{1}{2", None, "cannot be scored by Reward 'math' (MathReward): its brackets do not match"),
-        ("We add 3. Then we are done.", None, "it is a text that marks no answer"),
+        (r"\\frac{1}{2", r"by Reward 'math' \(MathReward\): its brackets do not match"),
+        ("We add 3. Then we are done.", ".*it is a text that marks no answer"),
     ],
 )
-def test_a_row_that_no_completion_can_solve_is_refused_by_its_number(path, answer, rewards, words):
+def test_a_row_that_no_completion_can_solve_is_refused_by_its_number(path, answer, words):
     with open(path, "a") as file:
         file.write(f'{{"question": "a", "answer": "{answer}"}}\n')
-    with pytest.raises(ConfigError) as caught:
-        ready(path, rewards=rewards)
-    assert words in str(caught.value)
-    assert f"Row {1 if rewards else 21} of" in str(caught.value)
+    with pytest.raises(ConfigError, match=f"Row 21 of .*cannot be scored {words}"):
+        ready(path)
 
 
 def in_memory(kind, held):
@@ -269,12 +256,9 @@ def test_rows_held_in_python_are_those_of_a_file_and_recorded_by_a_digest(path, 
         assert describe(DatasetTask(in_memory(kind, held)))["init_args"]["path"] == recorded
     with pytest.raises(ConfigError, match="in a Python program's memory"):
         ready(recorded)
-
-
-@pytest.mark.parametrize("wrong", [["a", "b"], 3])
-def test_what_holds_no_rows_is_refused(wrong):
-    with pytest.raises(ConfigError, match="iterable of dictionaries"):
-        DatasetTask(wrong)
+    for wrong in (["a", "b"], 3):
+        with pytest.raises(ConfigError, match="iterable of dictionaries"):
+            DatasetTask(wrong)
 
 
 def test_rows_without_answers_are_for_rewards_that_ask_for_none():

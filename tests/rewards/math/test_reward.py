@@ -121,15 +121,12 @@ def test_whatever_a_completion_brings_about_costs_that_one_alone(error, monkeypa
     assert type(error).__name__ in reward.failures[0]
 
 
-def test_a_missing_reference_is_an_error():
+def test_wrong_arguments_and_a_missing_reference():
+    for wrong in ({"timeout": 0.0}, {"timeout": -1.0}, {"workers": -1}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            MathReward(**wrong)
     with pytest.raises(ValueError, match="needs a reference"):
         MathReward()([Sample("", r"\boxed{5}", None)])
-
-
-@pytest.mark.parametrize("wrong", [{"timeout": 0.0}, {"timeout": -1.0}, {"workers": -1}])
-def test_wrong_arguments(wrong):
-    with pytest.raises(ConfigError, match=next(iter(wrong))):
-        MathReward(**wrong)
 
 
 def test_importing_the_rewards_loads_no_algebra():

@@ -332,21 +332,18 @@ def test_calls_out_of_order(network):
         engine.generate(PROMPTS, 1, seed=0)
 
 
-def test_prompts_that_cannot_be_answered(network):
+def test_prompts_and_settings_that_cannot_be_answered(network):
     engine = engine_of(network)
     with pytest.raises(ValueError, match="empty"):
         engine.generate([[3], []], 1, seed=0)
     with pytest.raises(ValueError, match="64 positions"):
         engine.generate([[3] * 60], 1, seed=0)
-
-
-def test_a_cache_without_memory_is_refused():
+    with pytest.raises(ConfigError, match="Prompt 1 holds a token"):
+        engine.generate([[3], [network.config.vocab_size]], 1, seed=0)
+    assert len(engine.generate([[3]], 1, seed=0)) == 1
     with pytest.raises(ConfigError, match="cache_gigabytes is too small"):
         TransformersEngine(cache_gigabytes=0)
-
-
-def test_sampling_is_checked_before_any_weight():
-    with pytest.raises(ConfigError, match="top_p"):
+    with pytest.raises(ConfigError, match="top_p"):  # before any weight
         TransformersEngine().validate(SamplerSpec(sampling=SamplingParams(top_p=2.0)))
 
 
@@ -374,13 +371,6 @@ def test_on_a_gpu_batch_invariance_is_refused_with_an_engine_that_has_it():
     network = build_network(hidden_size=512, intermediate_size=1024, head_dim=128, vocab_size=4096)
     with pytest.raises(ConfigError, match=r"depend on the sequences beside it.*or take VLLMEngine"):
         engine_of(network.bfloat16().cuda(), batch_invariant=True)
-
-
-def test_a_token_outside_the_vocabulary_is_bad_input(network):
-    engine = engine_of(network)
-    with pytest.raises(ConfigError, match="Prompt 1 holds a token"):
-        engine.generate([[3], [network.config.vocab_size]], 1, seed=0)
-    assert len(engine.generate([[3]], 1, seed=0)) == 1
 
 
 @pytest.mark.parametrize("max_batch", [None, 3])
