@@ -519,7 +519,7 @@ class RemoteVLLMEngine(RolloutEngine):
             if progress is not None:
                 progress(len(kept), sum(len(one.token_ids) for one in kept.values()))
 
-        for row, completion in self._together("draw", jobs, tell):
+        for row, completion in self._together("draw", requests.at_once(jobs), tell):
             kept[row] = completion
             if finished is not None:
                 finished({row: completion})
@@ -534,23 +534,36 @@ class RemoteVLLMEngine(RolloutEngine):
         check_tokens(self.policy.network.config, prompts)
 
     def _together(
-        self, kind: str, jobs: Sequence[tuple[Server, Callable[[], T]]], tell: Callable[[], Any]
+        self,
+        kind: str,
+        more: Callable[[bool], Sequence[tuple[Server, Callable[[], T]]] | None],
+        tell: Callable[[], Any] = lambda: None,
     ) -> Iterator[T]:
         """Do jobs of several servers at the same time, and yield what comes of them as it comes.
 
         A server that dies ends its own jobs; those of the others are done before its death is raised.
+
+        Args:
+            kind: of the work.
+            more: returns the jobs that came since, or None where none will come any more; it is told whether some are
+                under way.
+            tell: called now and then.
         """
         deaths: list[EngineDiedError] = []
+        pools: dict[Server, ThreadPoolExecutor] = {}
+        under_way: set[Future[T]] = set()
         with ExitStack() as stack:
-            pools = {}
-            for server in dict.fromkeys(server for server, _ in jobs):
-                stack.enter_context(server.watched(kind))
-                pools[server] = ThreadPoolExecutor(AT_ONCE, thread_name_prefix=f"draw {server.address.name}")
-                stack.callback(pools[server].shutdown, wait=False, cancel_futures=True)
-            under_way = {pools[server].submit(job) for server, job in jobs}
             try:
-                while under_way:
-                    done, under_way = wait(under_way, TICK, FIRST_COMPLETED)
+                while (jobs := None if deaths else more(bool(under_way))) is not None or under_way:
+                    for server, job in jobs or ():
+                        if server not in pools:
+                            stack.enter_context(server.watched(kind))
+                            pools[server] = ThreadPoolExecutor(
+                                AT_ONCE, thread_name_prefix=f"draw {server.address.name}"
+                            )
+                            stack.callback(pools[server].shutdown, wait=False, cancel_futures=True)
+                        under_way.add(pools[server].submit(job))
+                    done, under_way = wait(under_way, TICK if jobs is None else TICK / 10, FIRST_COMPLETED)
                     for future in done:
                         try:
                             yield future.result()
@@ -594,7 +607,7 @@ class RemoteVLLMEngine(RolloutEngine):
                 (server, partial(ask, server, row))
                 for row, server in enumerate(self.servers[i % len(self.servers)] for i in range(len(sequences)))
             ]
-            found = dict(self._together("score", jobs, lambda: None))
+            found = dict(self._together("score", requests.at_once(jobs)))
         finally:
             if standing:
                 self.pause()
@@ -605,23 +618,21 @@ class RemoteVLLMEngine(RolloutEngine):
         """Draw every turn of a dialogue as soon as it is there, a sequence's by the same server every time."""
         drawn_with = sampling or self.spec.sampling
 
-        def draw(turn: Turn) -> Completion:
-            server = self.servers[turn.index % len(self.servers)]
+        def draw(server: Server, turn: Turn) -> tuple[Turn, Completion]:
             seed = requests.request_seed(turn.seed, 0, 0) if self.engine.request_seeds else None
-            return self._draw(server, turn.tokens, replace(drawn_with, max_tokens=turn.max_tokens), seed)
+            return turn, self._draw(server, turn.tokens, replace(drawn_with, max_tokens=turn.max_tokens), seed)
 
-        with self._asked(), ExitStack() as stack:
-            for server in self.servers:
-                stack.enter_context(server.watched("draw"))
-            pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="turns")
-            stack.callback(pool.shutdown, wait=False, cancel_futures=True)
-            asked: dict[Future[Completion], Turn] = {}
-            while dialogue.open or asked:
-                for turn in dialogue.waiting("no" if asked else "any"):
-                    self._check([turn.tokens], replace(drawn_with, max_tokens=turn.max_tokens))
-                    asked[pool.submit(draw, turn)] = turn
-                for future in wait(asked, TICK / 10, FIRST_COMPLETED).done if asked else ():
-                    dialogue.answered(asked.pop(future), future.result())
+        def more(waiting: bool) -> list[tuple[Server, Callable[[], tuple[Turn, Completion]]]] | None:
+            if not dialogue.open:
+                return None
+            turns = dialogue.waiting("no" if waiting else "any")
+            for turn in turns:
+                self._check([turn.tokens], replace(drawn_with, max_tokens=turn.max_tokens))
+            servers = [self.servers[turn.index % len(self.servers)] for turn in turns]
+            return [(server, partial(draw, server, turn)) for server, turn in zip(servers, turns, strict=True)]
+
+        for turn, completion in self._together("draw", more):
+            dialogue.answered(turn, completion)
 
 
 # ------------------------------------------------------------------------------------------------------------- answers

@@ -4,9 +4,8 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -456,20 +455,23 @@ class VLLMEngine(RolloutEngine):
         order = requests.by_length(prompts, n)
         seeds = [requests.request_seed(seed, number[i // n], i % n) if self.request_seeds else None for i in order]
         params = [requests.drawing(drawn_with, one, kept) for one in seeds]
-        with kept_process_state(None if self.request_seeds else seed):
-            handed = None if finished is None else partial(self._hand, finished, order, kept, own, n)
-            told = shown(progress, own, len(prompts))
-            outputs = self._run([prompts[i // n] for i in order], params, told, handed)
-        drawn = {i: self._read(output, kept) for i, output in zip(order, outputs, strict=True)}
-        self._poisoned |= not all(math.isfinite(value) for one in drawn.values() for value in one.logprobs)
-        return [drawn[i] for i in range(own.start * n, own.stop * n)]
+        told, first, last = shown(progress, own, len(prompts)), own.start * n, own.stop * n
+        drawn: dict[int, Completion] = {}
+        tokens = 0
 
-    def _hand(
-        self, finished: Finished, order: Sequence[int], kept: bool, own: slice, n: int, outputs: Mapping[int, Any]
-    ) -> None:
-        first, last = own.start * n, own.stop * n  # of other processes of this engine are the rest
-        read = {order[position]: output for position, output in outputs.items()}
-        finished({i - first: self._read(output, kept) for i, output in read.items() if first <= i < last})
+        def take(outputs: Mapping[int, Any]) -> None:
+            nonlocal tokens
+            read = {order[position]: self._read(output, kept) for position, output in outputs.items()}
+            drawn.update(read)
+            tokens += sum(len(one.token_ids) for one in read.values())
+            if told is not None:
+                told(len(drawn), tokens)
+            if finished is not None:  # of other processes of this engine are the rest
+                finished({i - first: one for i, one in read.items() if first <= i < last})
+
+        with kept_process_state(None if self.request_seeds else seed):
+            self._run([prompts[i // n] for i in order], params, take)
+        return [drawn[i] for i in range(first, last)]
 
     def converse(self, dialogue: Dialogue, sampling: SamplingParams | None = None) -> None:
         """Draw every turn of a dialogue as soon as it is there, beside those that are being drawn.
@@ -479,49 +481,58 @@ class VLLMEngine(RolloutEngine):
         """
         self._awake(complete=True)
         kept, drawn_with = self.spec.kept and sampling is None, sampling or self.spec.sampling
+        turns: dict[int, Turn] = {}  # a sequence waits for one answer at a time
 
-        def draw(turn: Turn) -> Any:
+        def more(waiting: bool) -> list[requests.Asked] | None:
+            if not dialogue.open:
+                return None
+            found = {turn.index: turn for turn in dialogue.waiting("no" if waiting else "any")}
+            turns.update(found)
+            return [(index, turn.tokens, asked(turn)) for index, turn in found.items()]
+
+        def asked(turn: Turn) -> Any:
             seed = requests.request_seed(turn.seed, 0, 0) if self.request_seeds else None
             return requests.drawing(replace(drawn_with, max_tokens=turn.max_tokens), seed, kept)
 
-        with kept_process_state(), self._sampling():
-            watch = self._watchdog("one step")
-            read = partial(self._read, kept=kept)
-            finite = requests.converse(self.llm, dialogue, draw, read, self._adapter_active, watch)
-        self._poisoned |= not finite
+        def take(outputs: Mapping[int, Any]) -> None:
+            for index, output in outputs.items():
+                dialogue.answered(turns.pop(index), self._read(output, kept))
+
+        with kept_process_state():
+            self._draw(more, take)
 
     def _read(self, output: Any, kept: bool) -> Completion:
-        return requests.completion(output, self.version, self.routed, kept)
+        one = requests.completion(output, self.version, self.routed, kept)
+        self._poisoned |= not all(map(math.isfinite, one.logprobs))
+        return one
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         """Return the sampler's log-probs (fp32, T = 1, "length − 1") of each sequence's tokens after the first."""
         self._awake(complete=True)
-        with kept_process_state():
-            outputs = self._run(sequences, [requests.scoring() for _ in sequences], None)
-        scores = [requests.scores(output, tokens) for output, tokens in zip(outputs, sequences, strict=True)]
-        self._poisoned |= not all(bool(values.isfinite().all()) for values in scores)
-        return scores
+        scores: dict[int, Tensor] = {}
 
-    def _run(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: list[Any],
-        progress: Progress | None,
-        taken: Callable[[Mapping[int, Any]], None] | None = None,
-    ) -> list[Any]:
+        def take(outputs: Mapping[int, Any]) -> None:
+            scores.update({row: requests.scores(output, sequences[row]) for row, output in outputs.items()})
+
+        with kept_process_state():
+            self._run(sequences, [requests.scoring() for _ in sequences], take)
+        self._poisoned |= not all(bool(values.isfinite().all()) for values in scores.values())
+        return [scores[row] for row in range(len(sequences))]
+
+    def _run(self, prompts: Sequence[Sequence[int]], params: list[Any], take: Callable[[dict[int, Any]], None]) -> None:
+        """Draw one request of each prompt; `take` gets outputs by the prompts' positions."""
         requests.check_lengths(prompts, params, self.longest())
         check_tokens(self.policy.network.config, prompts)
-        with self._sampling():
-            watch = self._watchdog("one step")
-            return requests.run(self.llm, prompts, params, self._adapter_active, progress, watch, taken)
+        self._draw(requests.at_once(list(zip(range(len(prompts)), prompts, params, strict=True))), take)
 
-    @contextmanager
-    def _sampling(self) -> Iterator[None]:
+    def _draw(
+        self, more: Callable[[bool], Sequence[requests.Asked] | None], take: Callable[[dict[int, Any]], None]
+    ) -> None:
         """Draw from a cache that is sound; an engine that dies of it cannot be used."""
         if self._poisoned:  # it woke, or drew NaN, and no publish came since
             self._reset_caches()
         try:
-            yield
+            requests.run(self.llm, more, take, self._adapter_active, self._watchdog("one step"))
         except EngineDiedError:
             self._usable = False
             raise

@@ -46,11 +46,10 @@ def engine(monkeypatch):
     made = Engine()
     made.logprob = -0.5
 
-    def run(llm, prompts, params, adapter, progress, watchdog, taken=None):
-        outputs = [(prompt, param.seed) for prompt, param in zip(prompts, params, strict=True)]
-        for position in reversed(range(len(outputs))) if taken is not None else ():
-            taken({position: outputs[position]})
-        return outputs
+    def run(llm, more, take, adapter, watchdog):
+        for position, prompt, param in reversed(more(False)):
+            take({position: (prompt, param.seed)})
+        assert more(True) is None
 
     def completion(output, version, routed, kept):
         assert routed is made.routed
