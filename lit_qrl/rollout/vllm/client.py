@@ -478,10 +478,6 @@ class RemoteVLLMEngine(RolloutEngine):
 
     # ----------------------------------------------------------------------------------------------------- generation
 
-    def check_repeatable(self) -> None:
-        """Raise `ConfigError` where a request draws from the engine's own generator."""
-        self.engine.check_repeatable()
-
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
@@ -504,8 +500,7 @@ class RemoteVLLMEngine(RolloutEngine):
 
         def draw(server: Server, row: int) -> tuple[int, Completion]:
             place = numbers[row // n], row % n
-            seeded = requests.request_seed(seed, *place) if self.engine.request_seeds else None
-            return row, self._draw(server, prompts[row // n], drawn_with, seeded)
+            return row, self._draw(server, prompts[row // n], drawn_with, requests.request_seed(seed, *place))
 
         jobs = [
             (server, partial(draw, server, missing[i] * n + k))
@@ -578,7 +573,7 @@ class RemoteVLLMEngine(RolloutEngine):
             with self._asked():
                 raise deaths[0]
 
-    def _draw(self, server: Server, prompt: Sequence[int], sampling: SamplingParams, seed: int | None) -> Completion:
+    def _draw(self, server: Server, prompt: Sequence[int], sampling: SamplingParams, seed: int) -> Completion:
         version, asked = self.version, requests.sampling_options(sampling, seed)
         answer = server.post("/inference/v1/generate", self._request(prompt, asked))
         drawn = completion_of(answer["choices"][0], version)
@@ -619,7 +614,7 @@ class RemoteVLLMEngine(RolloutEngine):
         drawn_with = sampling or self.spec.sampling
 
         def draw(server: Server, turn: Turn) -> tuple[Turn, Completion]:
-            seed = requests.request_seed(turn.seed, 0, 0) if self.engine.request_seeds else None
+            seed = requests.request_seed(turn.seed, 0, 0)
             return turn, self._draw(server, turn.tokens, replace(drawn_with, max_tokens=turn.max_tokens), seed)
 
         def more(waiting: bool) -> list[tuple[Server, Callable[[], tuple[Turn, Completion]]]] | None:

@@ -100,7 +100,6 @@ class VLLMEngine(RolloutEngine):
         sleep_level: what `sleep` does on a GPU: 0 nothing, 1 moves the weights to the host, 2 drops them; the KV cache
             is dropped in both. Needs `trainer.strategy: ColocatedStrategy`.
         deep_gemm: use DeepGEMM for fp8_block where vLLM has it; it compiles for minutes at its first use.
-        request_seeds: seed each request, so that a completion does not depend on what it is batched with.
         step_timeout: seconds after which a step, a tensor's publish, a sleep or a wake counts as hung and is
             interrupted; native code that cannot be interrupted ends the process with status 75.
         start_timeout: the same for the engine's start, which may compile.
@@ -115,7 +114,8 @@ class VLLMEngine(RolloutEngine):
         tensor_parallel_size: processes of the learner, neighbours on one host, that are one engine: each holds a part
             of every matrix, and all draw what any of them asks for.
         engine_args: further arguments of `vllm.LLM`.
-        kv_cache_dtype: only `auto`, the model's; earlier configurations have the key.
+        request_seeds: only true, a seed for each request; earlier configurations have the key.
+        kv_cache_dtype: only `auto`, the model's; likewise.
         speculative: only 0, no speculative decoding; likewise.
     """
 
@@ -135,7 +135,6 @@ class VLLMEngine(RolloutEngine):
         max_lora_rank: int = 0,
         sleep_level: Literal[0, 1, 2] = 0,
         deep_gemm: bool = False,
-        request_seeds: bool = True,
         step_timeout: float = 600.0,
         start_timeout: float = 1800.0,
         seed: int = 0,
@@ -143,6 +142,7 @@ class VLLMEngine(RolloutEngine):
         same_kernels: bool | Literal["auto"] = "auto",
         tensor_parallel_size: int = 1,
         engine_args: dict[str, Any] | None = None,
+        request_seeds: Literal[True] = True,
         kv_cache_dtype: Literal["auto"] = "auto",
         speculative: Literal[0] = 0,
     ) -> None:
@@ -153,7 +153,6 @@ class VLLMEngine(RolloutEngine):
             keep_segments_fixed()
         self.dtype, self.max_model_len = dtype, max_model_len
         self.max_lora_rank, self.sleep_level, self.deep_gemm = max_lora_rank, sleep_level, deep_gemm
-        self.request_seeds = request_seeds
         self.step_timeout, self.start_timeout = step_timeout, start_timeout
         self.gpu_memory_utilization, self.kv_cache_gib = gpu_memory_utilization, kv_cache_gib
         self.batch_invariant = batch_invariant
@@ -193,7 +192,7 @@ class VLLMEngine(RolloutEngine):
         check_processes(self._arguments)
         whole = {name: getattr(self, name) for name in ("batch_invariant", "max_lora_rank", "sleep_level")}
         whole["same_kernels"] = self.same_kernels is True
-        whole["request_seeds: false, or deep_gemm"] = not self.request_seeds or self.deep_gemm
+        whole["deep_gemm"] = self.deep_gemm
         parallel.check(self.tensor_parallel_size, spec, whole)
         check_installation()
         check_format(spec.format, spec.quantize_head)
@@ -423,16 +422,6 @@ class VLLMEngine(RolloutEngine):
 
     # ---------------------------------------------------------------------------------------------------------- drawing
 
-    def check_repeatable(self) -> None:
-        """Raise `ConfigError` where a request draws from the engine's own generator, as far as others left it."""
-        if not self.request_seeds:
-            raise ConfigError(
-                "trainer.deterministic asks for the same bits in every run, and requests without seeds of their own "
-                "draw from the engine's generator, in the order in which vLLM comes to them.",
-                expected="data.engine.request_seeds: true",
-                given="false",
-            )
-
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
@@ -453,7 +442,7 @@ class VLLMEngine(RolloutEngine):
         number = range(len(prompts)) if positions is None else positions
         prompts, number, own = joined(prompts, number, (n, seed, drawn_with), self.processes)
         order = requests.by_length(prompts, n)
-        seeds = [requests.request_seed(seed, number[i // n], i % n) if self.request_seeds else None for i in order]
+        seeds = [requests.request_seed(seed, number[i // n], i % n) for i in order]
         params = [requests.drawing(drawn_with, one, kept) for one in seeds]
         told, first, last = shown(progress, own, len(prompts)), own.start * n, own.stop * n
         drawn: dict[int, Completion] = {}
@@ -469,7 +458,7 @@ class VLLMEngine(RolloutEngine):
             if finished is not None:  # of other processes of this engine are the rest
                 finished({i - first: one for i, one in read.items() if first <= i < last})
 
-        with kept_process_state(None if self.request_seeds else seed):
+        with kept_process_state():
             self._run([prompts[i // n] for i in order], params, take)
         return [drawn[i] for i in range(first, last)]
 
@@ -491,7 +480,7 @@ class VLLMEngine(RolloutEngine):
             return [(index, turn.tokens, asked(turn)) for index, turn in found.items()]
 
         def asked(turn: Turn) -> Any:
-            seed = requests.request_seed(turn.seed, 0, 0) if self.request_seeds else None
+            seed = requests.request_seed(turn.seed, 0, 0)
             return requests.drawing(replace(drawn_with, max_tokens=turn.max_tokens), seed, kept)
 
         def take(outputs: Mapping[int, Any]) -> None:

@@ -30,12 +30,12 @@ SCORING = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 0.0, "ignore_eo
 """vLLM's parameters for the log-probs of a given sequence; one token must be drawn, and is dropped."""
 
 
-def sampling_options(sampling: SamplingParams, seed: int | None) -> dict[str, Any]:
+def sampling_options(sampling: SamplingParams, seed: int) -> dict[str, Any]:
     """Return vLLM's parameters of one completion with processed log-probs of the drawn tokens alone.
 
     Args:
         sampling: how tokens are drawn.
-        seed: of the request; None leaves vLLM to its own generators.
+        seed: of the request.
     """
     return {
         "max_tokens": sampling.max_tokens,
@@ -50,7 +50,7 @@ def sampling_options(sampling: SamplingParams, seed: int | None) -> dict[str, An
     }
 
 
-def drawing(sampling: SamplingParams, seed: int | None, kept: bool = False) -> Any:
+def drawing(sampling: SamplingParams, seed: int, kept: bool = False) -> Any:
     """Return `sampling_options` as vLLM takes them in this process.
 
     Args:

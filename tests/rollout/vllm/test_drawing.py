@@ -14,7 +14,7 @@ class Engine(VLLMEngine):
 
     def __init__(self):
         super().__init__()
-        self.spec, self.version, self.llm, self.request_seeds = SamplerSpec(), 4, None, True
+        self.spec, self.version, self.llm = SamplerSpec(), 4, None
         self.policy = SimpleNamespace(network=SimpleNamespace(config=SimpleNamespace()))
         self._adapter_active = self._poisoned = False
         self._usable, self.resets, self.routed = True, 0, object()
