@@ -176,7 +176,6 @@ class VLLMEngine(RolloutEngine):
         self.format: NumberFormat | None = None
         self.llm: Any = None
         self.live: LiveModel | None = None
-        self._routes: Any = None  # `RecordedRoutes` of the plug-in
         self._adapter_active = self._started = False
         self._folder: Path | None = None
         self._owns_process_group = False
@@ -264,12 +263,6 @@ class VLLMEngine(RolloutEngine):
             self.policy.product = product
             self.policy.pick = drawn_logprobs if live.config.use_v2_model_runner else softmax_logprobs
             sum_factors(self.policy.network, merged=self.spec.adapter is None)
-        if self.routed is not None and not torch.cuda.is_available():
-            from lit_qrl_vllm_fast.routes import record
-
-            routed = self.routed
-            args = live.model, routed.layers, routed.experts, routed.chosen
-            self._routes = record(self.llm, *args)
         check_groups(format, live.holders(quantizable_linears(self.policy.network, self.spec.exclude)))
 
     def _build(self, format: NumberFormat | None, policy: EnginePolicy, dtype: torch.dtype) -> None:
@@ -393,8 +386,6 @@ class VLLMEngine(RolloutEngine):
         if self._poisoned:
             self.llm.collective_rpc("clear_kv_cache")
             self._poisoned = False
-        if self._routes is not None:
-            self._routes.forget()
         outside = bool(self._arguments.get("kv_transfer_config"))  # prefixes that a connector keeps
         return bool(self.llm.reset_prefix_cache(reset_connector=outside))
 
@@ -608,7 +599,7 @@ class VLLMEngine(RolloutEngine):
 
     def close(self) -> None:
         """Free the engine, its process group if it made one, and its folder."""
-        llm, self.llm, self.live, self._routes = self.llm, None, None, None
+        llm, self.llm, self.live = self.llm, None, None
         self._usable = self._asleep = self._adapter_active = False
         if llm is not None:
             shutdown(llm, self._owns_process_group, keep_weights=self.lent)
