@@ -55,7 +55,7 @@ from lit_qrl.rollout.vllm.installation import check_installation, check_routes
 from lit_qrl.rollout.vllm.live_model import LiveModel
 from lit_qrl.rollout.vllm.locations import undescribed
 from lit_qrl.rollout.vllm.models import check_model, refused_model
-from lit_qrl.rollout.vllm.parallel import joined, shown
+from lit_qrl.rollout.vllm.parallel import joined
 from lit_qrl.rollout.vllm.patches import apply_all
 from lit_qrl.rollout.vllm.process import (
     collect_memory,
@@ -435,23 +435,24 @@ class VLLMEngine(RolloutEngine):
         order = requests.by_length(prompts, n)
         seeds = [requests.request_seed(seed, number[i // n], i % n) for i in order]
         params = [requests.drawing(drawn_with, one, kept) for one in seeds]
-        told, first, last = shown(progress, own, len(prompts)), own.start * n, own.stop * n
+        first, last = own.start * n, own.stop * n  # of other processes of this engine are the rest
         drawn: dict[int, Completion] = {}
         tokens = 0
 
         def take(outputs: Mapping[int, Any]) -> None:
             nonlocal tokens
             read = {order[position]: self._read(output, kept) for position, output in outputs.items()}
-            drawn.update(read)
-            tokens += sum(len(one.token_ids) for one in read.values())
-            if told is not None:
-                told(len(drawn), tokens)
-            if finished is not None:  # of other processes of this engine are the rest
-                finished({i - first: one for i, one in read.items() if first <= i < last})
+            mine = {i - first: one for i, one in read.items() if first <= i < last}
+            drawn.update(mine)
+            tokens += sum(len(one.token_ids) for one in mine.values())
+            if progress is not None:
+                progress(len(drawn), tokens)
+            if finished is not None:
+                finished(mine)
 
         with kept_process_state():
             self._run([prompts[i // n] for i in order], params, take)
-        return [drawn[i] for i in range(first, last)]
+        return [drawn[i] for i in range(last - first)]
 
     def converse(self, dialogue: Dialogue, sampling: SamplingParams | None = None) -> None:
         """Draw every turn of a dialogue as soon as it is there, beside those that are being drawn.
