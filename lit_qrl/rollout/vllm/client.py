@@ -100,7 +100,14 @@ class RemoteVLLMEngine(RolloutEngine):
         self.devices, self.hosts, self.token_file = devices, hosts, token_file
         self.ca_file, self.folder, self.silence = ca_file, folder, silence
         self.transfer: Transfer = transfer
-        self._check_settings()
+        own = "Leave it out, or set data.engine to VLLMEngine."
+        refuse(
+            (engine.draws_together, "tensor_parallel_size", own),
+            (engine.batch_invariant, "batch_invariant", own),
+            (engine.same_kernels is True, "same_kernels", own),
+            (engine.sleep_level > 0, "sleep_level", "Leave it at 0: the GPU is the server's alone."),
+            (transfer == "ipc" and bool(hosts), "CUDA handles of another host (transfer: ipc)", "Leave transfer out."),
+        )
         found = installed_version()
         self._says_versions = found is None or found[0][:2] >= SAYS_VERSIONS
         self.plain_dtype = engine.plain_dtype
@@ -115,29 +122,6 @@ class RemoteVLLMEngine(RolloutEngine):
 
     # ------------------------------------------------------------------------------------------------- start and end
 
-    def _check_settings(self) -> None:
-        """Raise `ConfigError` for what vLLM's server cannot say or hold."""
-        engine = self.engine
-        for used, what, remedy in (
-            (engine.draws_together, "tensor_parallel_size", "Leave it at 1, or set data.engine to VLLMEngine"),
-            (engine.batch_invariant, "batch_invariant", "Leave it out, or set data.engine to VLLMEngine"),
-            (engine.same_kernels is True, "same_kernels", "Leave it out, or set data.engine to VLLMEngine"),
-            (engine.sleep_level > 0, "sleep_level", "Leave it at 0: the GPU is the server's alone"),
-        ):
-            if used:
-                raise ConfigError(
-                    f"vLLM's server does not support {what}.",
-                    expected=f"data.engine without {what}",
-                    remedy=f"{remedy}.",
-                )
-        if self.transfer == "ipc" and self.hosts:
-            raise ConfigError(
-                "CUDA handles are of one host.",
-                expected="data.engine.transfer: files or nccl with data.engine.hosts",
-                given="ipc",
-                remedy="Leave transfer out.",
-            )
-
     def validate(self, spec: SamplerSpec) -> None:
         """Check what can be known before weights are loaded, and find the servers that run already.
 
@@ -145,9 +129,8 @@ class RemoteVLLMEngine(RolloutEngine):
             ConfigError: also for a server that cannot be reached, knows another key, or is of another version.
         """
         self.spec = replace(spec, on_hang=None)
-        here = "Set data.engine to VLLMEngine."
-        says = ".".join(map(str, SAYS_VERSIONS))
-        for used, what, remedy in (
+        here, says = "Set data.engine to VLLMEngine.", ".".join(map(str, SAYS_VERSIONS))
+        refuse(
             (spec.kept, "the tokens among which one was drawn (top_p or top_k with a learner that masks)", here),
             (spec.adapter is not None, "an adapter apart from its base", f"Set publisher.lora to merged. {here}"),
             (spec.routes, "the experts that its tokens took", f"Leave out RouterReplay. {here}"),
@@ -156,11 +139,7 @@ class RemoteVLLMEngine(RolloutEngine):
                 "which weights drew which token",
                 f"Install vLLM {says} or later, or leave data.in_flight_updates out.",
             ),
-        ):
-            if used:
-                raise ConfigError(
-                    f"The server of this vLLM does not know or say {what}.", expected="a run without", remedy=remedy
-                )
+        )
         found = addresses(self.devices, self.hosts, self.token_file, spec.learners, self.ca_file)
         places = [*(one.name for one in found), *(f"cuda:{number}" for number in spec.learners.devices)]
         if self.transfer == "nccl" and not self.hosts and len(set(places)) < len(places):
@@ -628,6 +607,15 @@ class RemoteVLLMEngine(RolloutEngine):
 
         for turn, completion in self._together("draw", more):
             dialogue.answered(turn, completion)
+
+
+def refuse(*rows: tuple[bool, str, str]) -> None:
+    """Raise `ConfigError` for what is used and a server does not know or say, of (used, what, remedy)."""
+    for used, what, remedy in rows:
+        if used:
+            raise ConfigError(
+                f"The server of this vLLM does not know or say {what}.", expected="a run without", remedy=remedy
+            )
 
 
 # ------------------------------------------------------------------------------------------------------------- answers
