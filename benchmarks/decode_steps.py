@@ -78,10 +78,9 @@ def _begin(bench: Any, batch: int, seeds: bool, logprobs: bool) -> list[str]:
     from lit_qrl.types import SamplingParams
 
     sampling = SamplingParams(max_tokens=bench.args.completion, ignore_stop=True)
-    params = [requests.drawing(sampling, requests.request_seed(7, i, 0) if seeds else None) for i in range(batch)]
-    if not logprobs:
-        for one in params:
-            one.logprobs = None
+    params = [requests.drawing(sampling, requests.request_seed(7, i, 0)) for i in range(batch)]
+    for one in params:
+        one.seed, one.logprobs = one.seed if seeds else None, one.logprobs if logprobs else None
     llm = bench.engine.llm
     llm.reset_prefix_cache()
     inputs: list[Any] = [{"prompt_token_ids": prompt} for prompt in bench.prompts(batch, seed=batch)]

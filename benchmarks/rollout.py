@@ -99,7 +99,6 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.45, help="of the GPU's memory, for the engine")
     parser.add_argument("--start", choices=("quick", "compile", "eager"), default="quick", help="how decoding is run")
     parser.add_argument("--engine-args", type=json.loads, default={}, help="further arguments of vllm.LLM, as JSON")
-    parser.add_argument("--no-request-seeds", action="store_true", help="seed the engine instead of each request")
     parser.add_argument("--timeout", type=float, default=540, help="seconds for each format")
     parser.add_argument(
         "--at-once", action="store_true", help="start all formats beside each other, then measure one after the other"
@@ -377,7 +376,6 @@ class Bench:
             "max_num_seqs": 512,
             "enforce_eager": args.start == "eager",
             "quick_start": args.start == "quick",
-            "request_seeds": not args.no_request_seeds,
             "tensor_parallel_size": args.tensor_parallel,
             "engine_args": args.engine_args,
         } | changes

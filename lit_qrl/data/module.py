@@ -197,7 +197,6 @@ class RolloutDataModule(Described, LightningDataModule):
                 given=type(self.task).__name__,
                 remedy="Set data.engine.batch_invariant to true, or trainer.deterministic to false.",
             )
-        self.engine.check_repeatable()
 
     def setup(self, stage: str) -> None:
         """Read the task's rows and check every size; runs before any weight is loaded."""

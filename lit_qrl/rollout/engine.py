@@ -198,9 +198,6 @@ class RolloutEngine(Described, ABC):
     def check_model(self, network: nn.Module) -> None:
         """Raise `ConfigError` for an architecture that it does not run; called before any weight is loaded."""
 
-    def check_repeatable(self) -> None:
-        """Raise `ConfigError` where completions differ from run to run; a deterministic Trainer asks."""
-
     @abstractmethod
     def setup(self, spec: SamplerSpec, policy: EnginePolicy) -> None:
         """Build the sampler's modules; the weights come with the first `load_weights`."""

@@ -99,12 +99,6 @@ def test_two_deterministic_runs_through_vllm_are_equal_to_the_last_bit(tmp_path)
     assert weights.equal(others)
 
 
-def test_requests_without_seeds_of_their_own_are_refused(tmp_path):
-    trainer, module, data = build(tmp_path, trainer={"deterministic": True}, engine=VLLMEngine(request_seeds=False))
-    with pytest.raises(ConfigError, match=r"request_seeds: true.*Given: false"):
-        trainer.fit(module, datamodule=data)
-
-
 def test_an_environment_that_answers_in_its_own_time_is_refused(tmp_path, monkeypatch):
     trainer, module, data = build(tmp_path, trainer={"deterministic": True})
     monkeypatch.setattr("lit_qrl.data.module.TakesTurns", type(data.task))

@@ -247,14 +247,6 @@ def check_device_memory(network: nn.Module, bits_per_weight: float, share: float
             remedy=f"Lower it to at most {fits:.2f} (the sampler's weights take {weights / GIB:.1f} GiB of that)"
             f"{colocated}. AdamW's state in the parameters' dtype takes another {2 * gradients / GIB:.1f} GiB.",
         )
-    # A tenth for activations and at least some KV cache.
-    if weights > 0.9 * asked:
-        raise ConfigError(
-            "The engine's share of the GPU's memory cannot hold its weights and a KV cache.",
-            expected=f"more than {weights / 0.9 / GIB:.1f} GiB",
-            given=f"{asked / GIB:.1f} GiB (data.engine.gpu_memory_utilization {share:g})",
-            remedy="Raise it, or publish in a format of fewer bits.",
-        )
 
 
 def check_experts(network: nn.Module, format: NumberFormat | None, exclude: Collection[str]) -> None:

@@ -100,7 +100,14 @@ class RemoteVLLMEngine(RolloutEngine):
         self.devices, self.hosts, self.token_file = devices, hosts, token_file
         self.ca_file, self.folder, self.silence = ca_file, folder, silence
         self.transfer: Transfer = transfer
-        self._check_settings()
+        own = "Leave it out, or set data.engine to VLLMEngine."
+        refuse(
+            (engine.draws_together, "tensor_parallel_size", own),
+            (engine.batch_invariant, "batch_invariant", own),
+            (engine.same_kernels is True, "same_kernels", own),
+            (engine.sleep_level > 0, "sleep_level", "Leave it at 0: the GPU is the server's alone."),
+            (transfer == "ipc" and bool(hosts), "CUDA handles of another host (transfer: ipc)", "Leave transfer out."),
+        )
         found = installed_version()
         self._says_versions = found is None or found[0][:2] >= SAYS_VERSIONS
         self.plain_dtype = engine.plain_dtype
@@ -115,29 +122,6 @@ class RemoteVLLMEngine(RolloutEngine):
 
     # ------------------------------------------------------------------------------------------------- start and end
 
-    def _check_settings(self) -> None:
-        """Raise `ConfigError` for what vLLM's server cannot say or hold."""
-        engine = self.engine
-        for used, what, remedy in (
-            (engine.draws_together, "tensor_parallel_size", "Leave it at 1, or set data.engine to VLLMEngine"),
-            (engine.batch_invariant, "batch_invariant", "Leave it out, or set data.engine to VLLMEngine"),
-            (engine.same_kernels is True, "same_kernels", "Leave it out, or set data.engine to VLLMEngine"),
-            (engine.sleep_level > 0, "sleep_level", "Leave it at 0: the GPU is the server's alone"),
-        ):
-            if used:
-                raise ConfigError(
-                    f"vLLM's server does not support {what}.",
-                    expected=f"data.engine without {what}",
-                    remedy=f"{remedy}.",
-                )
-        if self.transfer == "ipc" and self.hosts:
-            raise ConfigError(
-                "CUDA handles are of one host.",
-                expected="data.engine.transfer: files or nccl with data.engine.hosts",
-                given="ipc",
-                remedy="Leave transfer out.",
-            )
-
     def validate(self, spec: SamplerSpec) -> None:
         """Check what can be known before weights are loaded, and find the servers that run already.
 
@@ -145,9 +129,8 @@ class RemoteVLLMEngine(RolloutEngine):
             ConfigError: also for a server that cannot be reached, knows another key, or is of another version.
         """
         self.spec = replace(spec, on_hang=None)
-        here = "Set data.engine to VLLMEngine."
-        says = ".".join(map(str, SAYS_VERSIONS))
-        for used, what, remedy in (
+        here, says = "Set data.engine to VLLMEngine.", ".".join(map(str, SAYS_VERSIONS))
+        refuse(
             (spec.kept, "the tokens among which one was drawn (top_p or top_k with a learner that masks)", here),
             (spec.adapter is not None, "an adapter apart from its base", f"Set publisher.lora to merged. {here}"),
             (spec.routes, "the experts that its tokens took", f"Leave out RouterReplay. {here}"),
@@ -156,11 +139,7 @@ class RemoteVLLMEngine(RolloutEngine):
                 "which weights drew which token",
                 f"Install vLLM {says} or later, or leave data.in_flight_updates out.",
             ),
-        ):
-            if used:
-                raise ConfigError(
-                    f"The server of this vLLM does not know or say {what}.", expected="a run without", remedy=remedy
-                )
+        )
         found = addresses(self.devices, self.hosts, self.token_file, spec.learners, self.ca_file)
         places = [*(one.name for one in found), *(f"cuda:{number}" for number in spec.learners.devices)]
         if self.transfer == "nccl" and not self.hosts and len(set(places)) < len(places):
@@ -478,10 +457,6 @@ class RemoteVLLMEngine(RolloutEngine):
 
     # ----------------------------------------------------------------------------------------------------- generation
 
-    def check_repeatable(self) -> None:
-        """Raise `ConfigError` where a request draws from the engine's own generator."""
-        self.engine.check_repeatable()
-
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
@@ -504,8 +479,7 @@ class RemoteVLLMEngine(RolloutEngine):
 
         def draw(server: Server, row: int) -> tuple[int, Completion]:
             place = numbers[row // n], row % n
-            seeded = requests.request_seed(seed, *place) if self.engine.request_seeds else None
-            return row, self._draw(server, prompts[row // n], drawn_with, seeded)
+            return row, self._draw(server, prompts[row // n], drawn_with, requests.request_seed(seed, *place))
 
         jobs = [
             (server, partial(draw, server, missing[i] * n + k))
@@ -519,7 +493,7 @@ class RemoteVLLMEngine(RolloutEngine):
             if progress is not None:
                 progress(len(kept), sum(len(one.token_ids) for one in kept.values()))
 
-        for row, completion in self._together("draw", jobs, tell):
+        for row, completion in self._together("draw", requests.at_once(jobs), tell):
             kept[row] = completion
             if finished is not None:
                 finished({row: completion})
@@ -534,23 +508,36 @@ class RemoteVLLMEngine(RolloutEngine):
         check_tokens(self.policy.network.config, prompts)
 
     def _together(
-        self, kind: str, jobs: Sequence[tuple[Server, Callable[[], T]]], tell: Callable[[], Any]
+        self,
+        kind: str,
+        more: Callable[[bool], Sequence[tuple[Server, Callable[[], T]]] | None],
+        tell: Callable[[], Any] = lambda: None,
     ) -> Iterator[T]:
         """Do jobs of several servers at the same time, and yield what comes of them as it comes.
 
         A server that dies ends its own jobs; those of the others are done before its death is raised.
+
+        Args:
+            kind: of the work.
+            more: returns the jobs that came since, or None where none will come any more; it is told whether some are
+                under way.
+            tell: called now and then.
         """
         deaths: list[EngineDiedError] = []
+        pools: dict[Server, ThreadPoolExecutor] = {}
+        under_way: set[Future[T]] = set()
         with ExitStack() as stack:
-            pools = {}
-            for server in dict.fromkeys(server for server, _ in jobs):
-                stack.enter_context(server.watched(kind))
-                pools[server] = ThreadPoolExecutor(AT_ONCE, thread_name_prefix=f"draw {server.address.name}")
-                stack.callback(pools[server].shutdown, wait=False, cancel_futures=True)
-            under_way = {pools[server].submit(job) for server, job in jobs}
             try:
-                while under_way:
-                    done, under_way = wait(under_way, TICK, FIRST_COMPLETED)
+                while (jobs := None if deaths else more(bool(under_way))) is not None or under_way:
+                    for server, job in jobs or ():
+                        if server not in pools:
+                            stack.enter_context(server.watched(kind))
+                            pools[server] = ThreadPoolExecutor(
+                                AT_ONCE, thread_name_prefix=f"draw {server.address.name}"
+                            )
+                            stack.callback(pools[server].shutdown, wait=False, cancel_futures=True)
+                        under_way.add(pools[server].submit(job))
+                    done, under_way = wait(under_way, TICK if jobs is None else TICK / 10, FIRST_COMPLETED)
                     for future in done:
                         try:
                             yield future.result()
@@ -565,7 +552,7 @@ class RemoteVLLMEngine(RolloutEngine):
             with self._asked():
                 raise deaths[0]
 
-    def _draw(self, server: Server, prompt: Sequence[int], sampling: SamplingParams, seed: int | None) -> Completion:
+    def _draw(self, server: Server, prompt: Sequence[int], sampling: SamplingParams, seed: int) -> Completion:
         version, asked = self.version, requests.sampling_options(sampling, seed)
         answer = server.post("/inference/v1/generate", self._request(prompt, asked))
         drawn = completion_of(answer["choices"][0], version)
@@ -594,7 +581,7 @@ class RemoteVLLMEngine(RolloutEngine):
                 (server, partial(ask, server, row))
                 for row, server in enumerate(self.servers[i % len(self.servers)] for i in range(len(sequences)))
             ]
-            found = dict(self._together("score", jobs, lambda: None))
+            found = dict(self._together("score", requests.at_once(jobs)))
         finally:
             if standing:
                 self.pause()
@@ -605,23 +592,30 @@ class RemoteVLLMEngine(RolloutEngine):
         """Draw every turn of a dialogue as soon as it is there, a sequence's by the same server every time."""
         drawn_with = sampling or self.spec.sampling
 
-        def draw(turn: Turn) -> Completion:
-            server = self.servers[turn.index % len(self.servers)]
-            seed = requests.request_seed(turn.seed, 0, 0) if self.engine.request_seeds else None
-            return self._draw(server, turn.tokens, replace(drawn_with, max_tokens=turn.max_tokens), seed)
+        def draw(server: Server, turn: Turn) -> tuple[Turn, Completion]:
+            seed = requests.request_seed(turn.seed, 0, 0)
+            return turn, self._draw(server, turn.tokens, replace(drawn_with, max_tokens=turn.max_tokens), seed)
 
-        with self._asked(), ExitStack() as stack:
-            for server in self.servers:
-                stack.enter_context(server.watched("draw"))
-            pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="turns")
-            stack.callback(pool.shutdown, wait=False, cancel_futures=True)
-            asked: dict[Future[Completion], Turn] = {}
-            while dialogue.open or asked:
-                for turn in dialogue.waiting("no" if asked else "any"):
-                    self._check([turn.tokens], replace(drawn_with, max_tokens=turn.max_tokens))
-                    asked[pool.submit(draw, turn)] = turn
-                for future in wait(asked, TICK / 10, FIRST_COMPLETED).done if asked else ():
-                    dialogue.answered(asked.pop(future), future.result())
+        def more(waiting: bool) -> list[tuple[Server, Callable[[], tuple[Turn, Completion]]]] | None:
+            if not dialogue.open:
+                return None
+            turns = dialogue.waiting("no" if waiting else "any")
+            for turn in turns:
+                self._check([turn.tokens], replace(drawn_with, max_tokens=turn.max_tokens))
+            servers = [self.servers[turn.index % len(self.servers)] for turn in turns]
+            return [(server, partial(draw, server, turn)) for server, turn in zip(servers, turns, strict=True)]
+
+        for turn, completion in self._together("draw", more):
+            dialogue.answered(turn, completion)
+
+
+def refuse(*rows: tuple[bool, str, str]) -> None:
+    """Raise `ConfigError` for what is used and a server does not know or say, of (used, what, remedy)."""
+    for used, what, remedy in rows:
+        if used:
+            raise ConfigError(
+                f"The server of this vLLM does not know or say {what}.", expected="a run without", remedy=remedy
+            )
 
 
 # ------------------------------------------------------------------------------------------------------------- answers

@@ -4,9 +4,8 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -56,7 +55,7 @@ from lit_qrl.rollout.vllm.installation import check_installation, check_routes
 from lit_qrl.rollout.vllm.live_model import LiveModel
 from lit_qrl.rollout.vllm.locations import undescribed
 from lit_qrl.rollout.vllm.models import check_model, refused_model
-from lit_qrl.rollout.vllm.parallel import joined, shown
+from lit_qrl.rollout.vllm.parallel import joined
 from lit_qrl.rollout.vllm.patches import apply_all
 from lit_qrl.rollout.vllm.process import (
     collect_memory,
@@ -101,7 +100,6 @@ class VLLMEngine(RolloutEngine):
         sleep_level: what `sleep` does on a GPU: 0 nothing, 1 moves the weights to the host, 2 drops them; the KV cache
             is dropped in both. Needs `trainer.strategy: ColocatedStrategy`.
         deep_gemm: use DeepGEMM for fp8_block where vLLM has it; it compiles for minutes at its first use.
-        request_seeds: seed each request, so that a completion does not depend on what it is batched with.
         step_timeout: seconds after which a step, a tensor's publish, a sleep or a wake counts as hung and is
             interrupted; native code that cannot be interrupted ends the process with status 75.
         start_timeout: the same for the engine's start, which may compile.
@@ -116,7 +114,8 @@ class VLLMEngine(RolloutEngine):
         tensor_parallel_size: processes of the learner, neighbours on one host, that are one engine: each holds a part
             of every matrix, and all draw what any of them asks for.
         engine_args: further arguments of `vllm.LLM`.
-        kv_cache_dtype: only `auto`, the model's; earlier configurations have the key.
+        request_seeds: only true, a seed for each request; earlier configurations have the key.
+        kv_cache_dtype: only `auto`, the model's; likewise.
         speculative: only 0, no speculative decoding; likewise.
     """
 
@@ -136,7 +135,6 @@ class VLLMEngine(RolloutEngine):
         max_lora_rank: int = 0,
         sleep_level: Literal[0, 1, 2] = 0,
         deep_gemm: bool = False,
-        request_seeds: bool = True,
         step_timeout: float = 600.0,
         start_timeout: float = 1800.0,
         seed: int = 0,
@@ -144,6 +142,7 @@ class VLLMEngine(RolloutEngine):
         same_kernels: bool | Literal["auto"] = "auto",
         tensor_parallel_size: int = 1,
         engine_args: dict[str, Any] | None = None,
+        request_seeds: Literal[True] = True,
         kv_cache_dtype: Literal["auto"] = "auto",
         speculative: Literal[0] = 0,
     ) -> None:
@@ -154,7 +153,6 @@ class VLLMEngine(RolloutEngine):
             keep_segments_fixed()
         self.dtype, self.max_model_len = dtype, max_model_len
         self.max_lora_rank, self.sleep_level, self.deep_gemm = max_lora_rank, sleep_level, deep_gemm
-        self.request_seeds = request_seeds
         self.step_timeout, self.start_timeout = step_timeout, start_timeout
         self.gpu_memory_utilization, self.kv_cache_gib = gpu_memory_utilization, kv_cache_gib
         self.batch_invariant = batch_invariant
@@ -178,7 +176,6 @@ class VLLMEngine(RolloutEngine):
         self.format: NumberFormat | None = None
         self.llm: Any = None
         self.live: LiveModel | None = None
-        self._routes: Any = None  # `RecordedRoutes` of the plug-in
         self._adapter_active = self._started = False
         self._folder: Path | None = None
         self._owns_process_group = False
@@ -194,7 +191,7 @@ class VLLMEngine(RolloutEngine):
         check_processes(self._arguments)
         whole = {name: getattr(self, name) for name in ("batch_invariant", "max_lora_rank", "sleep_level")}
         whole["same_kernels"] = self.same_kernels is True
-        whole["request_seeds: false, or deep_gemm"] = not self.request_seeds or self.deep_gemm
+        whole["deep_gemm"] = self.deep_gemm
         parallel.check(self.tensor_parallel_size, spec, whole)
         check_installation()
         check_format(spec.format, spec.quantize_head)
@@ -266,12 +263,6 @@ class VLLMEngine(RolloutEngine):
             self.policy.product = product
             self.policy.pick = drawn_logprobs if live.config.use_v2_model_runner else softmax_logprobs
             sum_factors(self.policy.network, merged=self.spec.adapter is None)
-        if self.routed is not None and not torch.cuda.is_available():
-            from lit_qrl_vllm_fast.routes import record
-
-            routed = self.routed
-            args = live.model, routed.layers, routed.experts, routed.chosen
-            self._routes = record(self.llm, *args)
         check_groups(format, live.holders(quantizable_linears(self.policy.network, self.spec.exclude)))
 
     def _build(self, format: NumberFormat | None, policy: EnginePolicy, dtype: torch.dtype) -> None:
@@ -395,8 +386,6 @@ class VLLMEngine(RolloutEngine):
         if self._poisoned:
             self.llm.collective_rpc("clear_kv_cache")
             self._poisoned = False
-        if self._routes is not None:
-            self._routes.forget()
         outside = bool(self._arguments.get("kv_transfer_config"))  # prefixes that a connector keeps
         return bool(self.llm.reset_prefix_cache(reset_connector=outside))
 
@@ -424,16 +413,6 @@ class VLLMEngine(RolloutEngine):
 
     # ---------------------------------------------------------------------------------------------------------- drawing
 
-    def check_repeatable(self) -> None:
-        """Raise `ConfigError` where a request draws from the engine's own generator, as far as others left it."""
-        if not self.request_seeds:
-            raise ConfigError(
-                "trainer.deterministic asks for the same bits in every run, and requests without seeds of their own "
-                "draw from the engine's generator, in the order in which vLLM comes to them.",
-                expected="data.engine.request_seeds: true",
-                given="false",
-            )
-
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
@@ -454,22 +433,26 @@ class VLLMEngine(RolloutEngine):
         number = range(len(prompts)) if positions is None else positions
         prompts, number, own = joined(prompts, number, (n, seed, drawn_with), self.processes)
         order = requests.by_length(prompts, n)
-        seeds = [requests.request_seed(seed, number[i // n], i % n) if self.request_seeds else None for i in order]
+        seeds = [requests.request_seed(seed, number[i // n], i % n) for i in order]
         params = [requests.drawing(drawn_with, one, kept) for one in seeds]
-        with kept_process_state(None if self.request_seeds else seed):
-            handed = None if finished is None else partial(self._hand, finished, order, kept, own, n)
-            told = shown(progress, own, len(prompts))
-            outputs = self._run([prompts[i // n] for i in order], params, told, handed)
-        drawn = {i: self._read(output, kept) for i, output in zip(order, outputs, strict=True)}
-        self._poisoned |= not all(math.isfinite(value) for one in drawn.values() for value in one.logprobs)
-        return [drawn[i] for i in range(own.start * n, own.stop * n)]
-
-    def _hand(
-        self, finished: Finished, order: Sequence[int], kept: bool, own: slice, n: int, outputs: Mapping[int, Any]
-    ) -> None:
         first, last = own.start * n, own.stop * n  # of other processes of this engine are the rest
-        read = {order[position]: output for position, output in outputs.items()}
-        finished({i - first: self._read(output, kept) for i, output in read.items() if first <= i < last})
+        drawn: dict[int, Completion] = {}
+        tokens = 0
+
+        def take(outputs: Mapping[int, Any]) -> None:
+            nonlocal tokens
+            read = {order[position]: self._read(output, kept) for position, output in outputs.items()}
+            mine = {i - first: one for i, one in read.items() if first <= i < last}
+            drawn.update(mine)
+            tokens += sum(len(one.token_ids) for one in mine.values())
+            if progress is not None:
+                progress(len(drawn), tokens)
+            if finished is not None:
+                finished(mine)
+
+        with kept_process_state():
+            self._run([prompts[i // n] for i in order], params, take)
+        return [drawn[i] for i in range(last - first)]
 
     def converse(self, dialogue: Dialogue, sampling: SamplingParams | None = None) -> None:
         """Draw every turn of a dialogue as soon as it is there, beside those that are being drawn.
@@ -479,49 +462,58 @@ class VLLMEngine(RolloutEngine):
         """
         self._awake(complete=True)
         kept, drawn_with = self.spec.kept and sampling is None, sampling or self.spec.sampling
+        turns: dict[int, Turn] = {}  # a sequence waits for one answer at a time
 
-        def draw(turn: Turn) -> Any:
-            seed = requests.request_seed(turn.seed, 0, 0) if self.request_seeds else None
+        def more(waiting: bool) -> list[requests.Asked] | None:
+            if not dialogue.open:
+                return None
+            found = {turn.index: turn for turn in dialogue.waiting("no" if waiting else "any")}
+            turns.update(found)
+            return [(index, turn.tokens, asked(turn)) for index, turn in found.items()]
+
+        def asked(turn: Turn) -> Any:
+            seed = requests.request_seed(turn.seed, 0, 0)
             return requests.drawing(replace(drawn_with, max_tokens=turn.max_tokens), seed, kept)
 
-        with kept_process_state(), self._sampling():
-            watch = self._watchdog("one step")
-            read = partial(self._read, kept=kept)
-            finite = requests.converse(self.llm, dialogue, draw, read, self._adapter_active, watch)
-        self._poisoned |= not finite
+        def take(outputs: Mapping[int, Any]) -> None:
+            for index, output in outputs.items():
+                dialogue.answered(turns.pop(index), self._read(output, kept))
+
+        with kept_process_state():
+            self._draw(more, take)
 
     def _read(self, output: Any, kept: bool) -> Completion:
-        return requests.completion(output, self.version, self.routed, kept)
+        one = requests.completion(output, self.version, self.routed, kept)
+        self._poisoned |= not all(map(math.isfinite, one.logprobs))
+        return one
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         """Return the sampler's log-probs (fp32, T = 1, "length − 1") of each sequence's tokens after the first."""
         self._awake(complete=True)
-        with kept_process_state():
-            outputs = self._run(sequences, [requests.scoring() for _ in sequences], None)
-        scores = [requests.scores(output, tokens) for output, tokens in zip(outputs, sequences, strict=True)]
-        self._poisoned |= not all(bool(values.isfinite().all()) for values in scores)
-        return scores
+        scores: dict[int, Tensor] = {}
 
-    def _run(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: list[Any],
-        progress: Progress | None,
-        taken: Callable[[Mapping[int, Any]], None] | None = None,
-    ) -> list[Any]:
+        def take(outputs: Mapping[int, Any]) -> None:
+            scores.update({row: requests.scores(output, sequences[row]) for row, output in outputs.items()})
+
+        with kept_process_state():
+            self._run(sequences, [requests.scoring() for _ in sequences], take)
+        self._poisoned |= not all(bool(values.isfinite().all()) for values in scores.values())
+        return [scores[row] for row in range(len(sequences))]
+
+    def _run(self, prompts: Sequence[Sequence[int]], params: list[Any], take: Callable[[dict[int, Any]], None]) -> None:
+        """Draw one request of each prompt; `take` gets outputs by the prompts' positions."""
         requests.check_lengths(prompts, params, self.longest())
         check_tokens(self.policy.network.config, prompts)
-        with self._sampling():
-            watch = self._watchdog("one step")
-            return requests.run(self.llm, prompts, params, self._adapter_active, progress, watch, taken)
+        self._draw(requests.at_once(list(zip(range(len(prompts)), prompts, params, strict=True))), take)
 
-    @contextmanager
-    def _sampling(self) -> Iterator[None]:
+    def _draw(
+        self, more: Callable[[bool], Sequence[requests.Asked] | None], take: Callable[[dict[int, Any]], None]
+    ) -> None:
         """Draw from a cache that is sound; an engine that dies of it cannot be used."""
         if self._poisoned:  # it woke, or drew NaN, and no publish came since
             self._reset_caches()
         try:
-            yield
+            requests.run(self.llm, more, take, self._adapter_active, self._watchdog("one step"))
         except EngineDiedError:
             self._usable = False
             raise
@@ -608,7 +600,7 @@ class VLLMEngine(RolloutEngine):
 
     def close(self) -> None:
         """Free the engine, its process group if it made one, and its folder."""
-        llm, self.llm, self.live, self._routes = self.llm, None, None, None
+        llm, self.llm, self.live = self.llm, None, None
         self._usable = self._asleep = self._adapter_active = False
         if llm is not None:
             shutdown(llm, self._owns_process_group, keep_weights=self.lent)

@@ -20,8 +20,8 @@ OLDEST = (0, 26)
 """The first version that is taken."""
 RUN_WITH: dict[tuple[int, ...], str] = {(0, 26): "CPU and CUDA", (0, 29): "CPU", (0, 32): "CPU"}
 """The versions that this project was run with, and where; another one says so when it is taken."""
-RECORDS_ON_CPU = (0, 27)
-"""From this version on the CPU build chooses experts outside of its kernels."""
+RECORDS_BELOW = (0, 27)
+"""From this version on experts are told by vLLM's second model runner alone, which was not run so."""
 PLUGIN, PACKAGE = "lit_qrl_fast", "lit-qrl-vllm-fast"
 """Name of the plug-in among vLLM's (the environment variable VLLM_PLUGINS), and of what one installs."""
 
@@ -135,10 +135,7 @@ def check_plugin(device: str) -> None:
 
 
 def check_routes(user: str) -> None:
-    """Raise `ConfigError` where the installed vLLM does not say which experts its tokens took.
-
-    On a GPU 0.26 records them; later ones do so with their second model runner, which was not run. The CPU build is
-    made to by the plug-in (`packages/vllm_fast`) from 0.27 on; that of 0.26 chooses inside of its kernels.
+    """Raise `ConfigError` where the installed vLLM does not say which experts its tokens took, as 0.26 does on a GPU.
 
     Args:
         user: what needs them, for the error.
@@ -146,11 +143,10 @@ def check_routes(user: str) -> None:
     check_installation()
     found = installed_version()
     assert found is not None
-    records = found[0][:2] >= RECORDS_ON_CPU if not torch.cuda.is_available() else found[0][:2] < RECORDS_ON_CPU
-    if not records:
+    if not torch.cuda.is_available() or found[0][:2] >= RECORDS_BELOW:
         raise ConfigError(
             f"{user} needs the experts that each token took in the sampler, which this vLLM does not tell.",
-            expected="vLLM 0.27 or newer on a CPU or 0.26 on a GPU, data.engine: TransformersEngine, or level: old",
+            expected="vLLM 0.26 on a GPU, data.engine: TransformersEngine, or level: old",
             given=f"vLLM {'.'.join(map(str, found[0]))} on a {'GPU' if torch.cuda.is_available() else 'CPU'}",
             remedy="Change the engine, or set the level to old with several updates for a rollout.",
         )

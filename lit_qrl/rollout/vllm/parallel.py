@@ -12,7 +12,7 @@ from torch import Tensor, distributed, nn
 from lit_qrl.errors import ConfigError, listed
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.network.experts import expert_stacks
-from lit_qrl.rollout.engine import Progress, SamplerSpec
+from lit_qrl.rollout.engine import SamplerSpec
 from lit_qrl.rollout.vllm.locations import ExpertPlace, Place
 from lit_qrl.rollout.vllm.models import latent, recurrent
 
@@ -163,20 +163,3 @@ def joined(prompts: Sequence[Sequence[int]], numbers: Sequence[int], call: Any, 
     first = sum(len(theirs) for theirs, _, _ in found[:rank])
     everything = [prompt for theirs, _, _ in found for prompt in theirs]
     return everything, [number for _, own, _ in found for number in own], slice(first, first + len(prompts))
-
-
-def shown(progress: Progress | None, own: slice, prompts: int) -> Progress | None:
-    """Return what tells this process's progress of that of all, as its share of the prompts.
-
-    Args:
-        progress: of this process's completions.
-        own: its prompts among those of all.
-        prompts: of all.
-
-    >>> shown(lambda done, tokens: print(done, tokens), slice(2, 4), 4)(6, 60)
-    3 30
-    """
-    if progress is None or prompts == own.stop - own.start:
-        return progress
-    part = (own.stop - own.start) / prompts
-    return lambda done, tokens: progress(int(done * part), int(tokens * part))

@@ -42,7 +42,6 @@ class Patch:
         needs: symbols beside those that the change relies on.
         device: that needs it; None for both.
         sources: symbols whose source must be known, with its `digest` in each version that was looked at.
-        first: version that needs it.
         fixed: version that needs it no more; None where none is known.
 
     >>> old = Patch("locks", "a step hangs", "by a clock", {}, fixed="0.32")
@@ -57,18 +56,16 @@ class Patch:
     needs: Sequence[str] = ()
     device: Literal["cpu", "cuda"] | None = None
     sources: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    first: str = "0.26"
     fixed: str | None = None
 
     @property
     def versions(self) -> str:
         """Which need it, in words."""
-        return f"from {self.first}" if self.fixed is None else f"{self.first} to below {self.fixed}"
+        return "from 0.26" if self.fixed is None else f"0.26 to below {self.fixed}"
 
     def concerns(self, version: Sequence[int], device: str) -> bool:
         """Return True where this vLLM needs the change."""
-        found = tuple(version)
-        needed = _numbers(self.first) <= found and (self.fixed is None or found < _numbers(self.fixed))
+        needed = self.fixed is None or tuple(version) < tuple(int(part) for part in self.fixed.split("."))
         return needed and self.device in (None, device)
 
     def misfits(self) -> Iterator[str]:
@@ -172,10 +169,6 @@ def apply(patch: Patch, version: Sequence[int]) -> None:
             remedy="Install one of those, take TransformersEngine, or mend it in lit_qrl/rollout/vllm/patches.py.",
         )
     patch.make()
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split("."))
 
 
 # ---------------------------------------------------------------------------------------------------- the changes

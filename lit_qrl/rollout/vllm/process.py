@@ -101,15 +101,12 @@ def _launched(size: int) -> Iterator[None]:
 
 
 @contextmanager
-def kept_process_state(seed: int | None = None) -> Iterator[None]:
+def kept_process_state() -> Iterator[None]:
     """Restore on exit what an engine changes: global generators, and on CPU `torch.set_num_threads`.
 
     It is built with a seed of its own, and draws from the global generators even for seeded requests. Inside, tensors
     without a dtype are fp32, as vLLM's kernels take their scales: Lightning's `bf16-true` makes them bf16 around a
     validation step.
-
-    Args:
-        seed: for them inside.
     """
     import numpy
 
@@ -118,8 +115,6 @@ def kept_process_state(seed: int | None = None) -> Iterator[None]:
     set_num_threads, dtype = torch.set_num_threads, torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
-        if seed is not None:
-            torch.manual_seed(seed)
         yield
     finally:
         torch.set_num_threads = set_num_threads

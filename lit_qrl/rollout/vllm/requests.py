@@ -1,10 +1,9 @@
 """Requests to an in-process vLLM engine: how they are written, run to their end, and read."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -12,12 +11,16 @@ from torch import Tensor
 
 from lit_qrl.errors import StoppedError
 from lit_qrl.network.routing import route_dtype, routers, unrouted
-from lit_qrl.rollout.engine import Dialogue, EngineDiedError, Progress, Turn
+from lit_qrl.rollout.engine import EngineDiedError
 from lit_qrl.rollout.vllm.adapter import request
 from lit_qrl.rollout.vllm.patches import ALL
 from lit_qrl.rollout.vllm.watchdog import Watchdog
 from lit_qrl.seeding import derive_seed
 from lit_qrl.types import Completion, SamplingParams
+
+T = TypeVar("T")
+Asked = tuple[int, Sequence[int], Any]
+"""A request: a number by which its output comes back, token ids, and vLLM's parameters."""
 
 # vLLM's samplers take the seed as a signed 32-bit number on some devices.
 SEED_RANGE = 2**31
@@ -27,12 +30,12 @@ SCORING = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 0.0, "ignore_eo
 """vLLM's parameters for the log-probs of a given sequence; one token must be drawn, and is dropped."""
 
 
-def sampling_options(sampling: SamplingParams, seed: int | None) -> dict[str, Any]:
+def sampling_options(sampling: SamplingParams, seed: int) -> dict[str, Any]:
     """Return vLLM's parameters of one completion with processed log-probs of the drawn tokens alone.
 
     Args:
         sampling: how tokens are drawn.
-        seed: of the request; None leaves vLLM to its own generators.
+        seed: of the request.
     """
     return {
         "max_tokens": sampling.max_tokens,
@@ -47,7 +50,7 @@ def sampling_options(sampling: SamplingParams, seed: int | None) -> dict[str, An
     }
 
 
-def drawing(sampling: SamplingParams, seed: int | None, kept: bool = False) -> Any:
+def drawing(sampling: SamplingParams, seed: int, kept: bool = False) -> Any:
     """Return `sampling_options` as vLLM takes them in this process.
 
     Args:
@@ -94,119 +97,61 @@ def check_lengths(prompts: Sequence[Sequence[int]], params: Sequence[Any], limit
         )
 
 
+def at_once(batch: Sequence[T]) -> Callable[[bool], Sequence[T] | None]:
+    """Return what gives a batch when it is asked for more the first time, and then None."""
+    left = [batch]
+    return lambda under_way: left.pop() if left else None
+
+
 def run(
     llm: Any,
-    prompts: Sequence[Sequence[int]],
-    params: Sequence[Any],
+    more: Callable[[bool], Sequence[Asked] | None],
+    take: Callable[[dict[int, Any]], None],
     adapter: bool,
-    progress: Progress | None,
     watchdog: Watchdog,
-    taken: Callable[[Mapping[int, Any]], None] | None = None,
-) -> list[Any]:
-    """Return vLLM's outputs in the order of the prompts, with a look at the clock and the progress after each step.
+) -> None:
+    """Draw requests until no more come, with a look at the clock after each step.
 
     Args:
         llm: the engine.
-        prompts: token ids.
-        params: vLLM's parameters of each.
+        more: returns the requests that came since, or None where none will come any more; it is told whether some are
+            under way, and may wait where none is.
+        take: called after a step in which some ended with their outputs, by the number of the request.
         adapter: draw through the published adapter.
-        progress: called after a step in which some ended.
         watchdog: of the steps.
-        taken: called after such a step with their outputs, by the position of the prompt.
 
     Raises:
         EngineDiedError: when vLLM fails, or a step takes longer than the watchdog allows.
     """
-    tokens = 0
-    outputs: dict[int, Any] = {}
-    with _stepping(llm, adapter, watchdog) as requests:
-        ids = requests.add(prompts, params)
-        positions = {name: position for position, name in enumerate(ids)}
-        while len(outputs) < len(ids) and llm.llm_engine.has_unfinished_requests():
-            finished = requests.step()
-            for name, output in finished:
-                outputs[name] = output
-                tokens += sum(len(drawn.token_ids) for drawn in output.outputs)
-            if finished and progress is not None:
-                progress(len(outputs), tokens)
-            if finished and taken is not None:
-                taken({positions[name]: output for name, output in finished})
-    return [outputs[name] for name in ids]
-
-
-def converse(
-    llm: Any,
-    dialogue: Dialogue,
-    draw: Callable[[Turn], Any],
-    read: Callable[[Any], Completion],
-    adapter: bool,
-    watchdog: Watchdog,
-) -> bool:
-    """Draw the turns of a dialogue, each as soon as it is there, and return whether all log-probs were finite.
-
-    Args:
-        llm: the engine.
-        dialogue: gives turns and takes answers.
-        draw: vLLM's parameters of a turn.
-        read: from the output of a turn to its completion.
-        adapter: draw through the published adapter.
-        watchdog: of the steps.
-
-    Raises:
-        EngineDiedError: as in `run`.
-    """
-    asked: dict[int, Turn] = {}
-    finite = True
-    with _stepping(llm, adapter, watchdog) as requests:
-        while dialogue.open or asked:
-            watchdog.beat()
-            if turns := dialogue.waiting("no" if asked else "any"):
-                ids = requests.add([turn.tokens for turn in turns], [draw(turn) for turn in turns])
-                asked |= dict(zip(ids, turns, strict=True))
-            for name, output in requests.step() if asked else ():
-                answer = read(output)
-                finite &= all(map(math.isfinite, answer.logprobs))
-                dialogue.answered(asked.pop(name), answer)
-    return finite
-
-
-class _Requests:
-    """The requests of one call, by the number that vLLM gave each."""
-
-    def __init__(self, llm: Any, lora: Any, watchdog: Watchdog) -> None:
-        self.llm, self.lora, self.watchdog = llm, lora, watchdog
-        self.ids: list[str] = []
-
-    def add(self, prompts: Sequence[Sequence[int]], params: Sequence[Any]) -> list[int]:
-        inputs: list[Any] = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        ids = self.llm.enqueue(inputs, list(params), use_tqdm=False, lora_request=self.lora)
-        self.ids += ids
-        return [_number(name) for name in ids]
-
-    def step(self) -> list[tuple[int, Any]]:
-        self.watchdog.beat()
-        finished = [output for output in self.llm.llm_engine.step() if output.finished]
-        self.watchdog.check()
-        return [(_number(output.request_id), output) for output in finished]
+    keys: dict[int, int] = {}
+    lora = request() if adapter else None
+    given: list[str] = []
+    try:
+        with watchdog:
+            while (asked := more(bool(keys))) is not None or keys:
+                watchdog.beat()
+                if asked:
+                    inputs: list[Any] = [{"prompt_token_ids": list(prompt)} for _, prompt, _ in asked]
+                    params = [one for *_, one in asked]
+                    ids = llm.enqueue(inputs, params, use_tqdm=False, lora_request=lora)
+                    given += ids
+                    keys |= {_number(name): key for name, (key, *_) in zip(ids, asked, strict=True)}
+                if not keys:
+                    continue
+                finished = [output for output in llm.llm_engine.step() if output.finished]
+                watchdog.check()
+                if finished:
+                    take({keys.pop(_number(output.request_id)): output for output in finished})
+    except (KeyboardInterrupt, SystemExit, StoppedError):
+        llm.llm_engine.abort_request(given)
+        raise
+    except Exception as error:
+        raise EngineDiedError(f"vLLM failed while generating: {type(error).__name__}: {error}") from error
 
 
 def _number(name: str) -> int:
     """The ids come back as they were given, or with a suffix; both count up in the order of submission."""
     return int(name.split("-")[0])
-
-
-@contextmanager
-def _stepping(llm: Any, adapter: bool, watchdog: Watchdog) -> Iterator[_Requests]:
-    """Give requests to add and step; what vLLM raises is the engine's death, an interruption takes them back."""
-    requests = _Requests(llm, request() if adapter else None, watchdog)
-    try:
-        with watchdog:
-            yield requests
-    except (KeyboardInterrupt, SystemExit, StoppedError):
-        llm.llm_engine.abort_request(requests.ids)
-        raise
-    except Exception as error:
-        raise EngineDiedError(f"vLLM failed while generating: {type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True)

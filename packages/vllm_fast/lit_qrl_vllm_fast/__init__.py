@@ -6,10 +6,10 @@ import torch
 
 from lit_qrl.rollout.vllm.installation import PACKAGE, installed_version
 from lit_qrl.rollout.vllm.patches import Patch
-from lit_qrl_vllm_fast import cpu, decoding, loading, routes
+from lit_qrl_vllm_fast import cpu, decoding, loading
 
 __version__ = "0.1.0"
-CHANGES: tuple[Patch, ...] = (*decoding.CHANGES, *loading.CHANGES, *cpu.CHANGES, *routes.CHANGES)
+CHANGES: tuple[Patch, ...] = (*decoding.CHANGES, *loading.CHANGES, *cpu.CHANGES)
 
 log = logging.getLogger(__name__)
 

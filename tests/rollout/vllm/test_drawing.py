@@ -14,7 +14,7 @@ class Engine(VLLMEngine):
 
     def __init__(self):
         super().__init__()
-        self.spec, self.version, self.llm, self.request_seeds = SamplerSpec(), 4, None, True
+        self.spec, self.version, self.llm = SamplerSpec(), 4, None
         self.policy = SimpleNamespace(network=SimpleNamespace(config=SimpleNamespace()))
         self._adapter_active = self._poisoned = False
         self._usable, self.resets, self.routed = True, 0, object()
@@ -46,11 +46,10 @@ def engine(monkeypatch):
     made = Engine()
     made.logprob = -0.5
 
-    def run(llm, prompts, params, adapter, progress, watchdog, taken=None):
-        outputs = [(prompt, param.seed) for prompt, param in zip(prompts, params, strict=True)]
-        for position in reversed(range(len(outputs))) if taken is not None else ():
-            taken({position: outputs[position]})
-        return outputs
+    def run(llm, more, take, adapter, watchdog):
+        for position, prompt, param in reversed(more(False)):
+            take({position: (prompt, param.seed)})
+        assert more(True) is None
 
     def completion(output, version, routed, kept):
         assert routed is made.routed

@@ -193,16 +193,12 @@ def test_completions_come_prompt_major_whatever_their_length(plain):
         assert completion.finish_reason == "length"
 
 
-def test_engine_seed_repeats_and_leaves_the_trainer_alone(plain):
+def test_a_seed_repeats_and_leaves_the_trainer_alone(plain):
     _, engine = plain
-    engine.request_seeds = False
-    try:
-        state = torch.get_rng_state()
-        first, second = (engine.generate(prompts(), 2, seed=5) for _ in range(2))
-        assert [c.token_ids for c in first] == [c.token_ids for c in second]
-        assert torch.equal(torch.get_rng_state(), state)
-    finally:
-        engine.request_seeds = True
+    state = torch.get_rng_state()
+    first, second = (engine.generate(prompts(), 2, seed=5) for _ in range(2))
+    assert [c.token_ids for c in first] == [c.token_ids for c in second]
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_logprobs_are_those_of_the_processed_distribution(plain):

@@ -57,7 +57,7 @@ def test_what_needs_an_engine_whole_is_refused_beside_several_processes(option, 
 
 
 def test_an_engine_of_several_processes_is_none_of_another_process():
-    with pytest.raises(ConfigError, match=r"vLLM's server does not support tensor_parallel_size"):
+    with pytest.raises(ConfigError, match=r"does not know or say tensor_parallel_size"):
         RemoteVLLMEngine(tensor_parallel_size=2)
 
 

@@ -222,7 +222,7 @@ def test_it_stands_still_between_two_steps_as_no_engine_of_this_process_does():
 
 
 def test_handles_of_a_gpu_are_of_one_host():
-    with pytest.raises(ConfigError, match="CUDA handles are of one host"):
+    with pytest.raises(ConfigError, match="CUDA handles of another host"):
         RemoteVLLMEngine(hosts=["node:1"], transfer="ipc")
 
 

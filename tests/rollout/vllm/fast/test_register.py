@@ -27,7 +27,7 @@ def changes(made, source):
         Patch("fits", changes={"vllm.part:one": counted(made)}, sources={"vllm.part:two": [source]}, **build),
         Patch("renamed", changes={"vllm.part:gone": counted(made)}, **build),
         Patch("rewritten", changes={"vllm.part:one": counted(made)}, sources={"vllm.part:two": ["00"]}, **build),
-        Patch("later", changes={"vllm.part:gone": counted(made)}, first="0.99", **build),
+        Patch("mended", changes={"vllm.part:gone": counted(made)}, fixed="0.32", **build),
     )
 
 
@@ -55,7 +55,7 @@ def test_what_does_not_fit_is_left_out_with_one_line(fake, install, monkeypatch,
     assert f"{PACKAGE} leaves out what does not fit vLLM 0.33.1" in line
     assert "renamed (vllm.part.gone is not there" in line
     assert "rewritten (vllm.part.two is of another source" in line
-    assert "later" not in line
+    assert "mended" not in line
 
 
 def test_a_module_that_cannot_be_imported_ends_no_engine(monkeypatch):
