@@ -67,12 +67,8 @@ def accepted() -> str:
     >>> accepted()
     'vLLM 0.26 or newer (run: 0.26 on CPU and CUDA, 0.29 on CPU, 0.32 on CPU)'
     """
-    return f"vLLM {OLDEST[0]}.{OLDEST[1]} or newer (run: {versions_run()})"
-
-
-def versions_run() -> str:
-    """Return the versions that the tests were run with, and where."""
-    return ", ".join(f"{a}.{b} on {where}" for (a, b), where in RUN_WITH.items())
+    run = ", ".join(f"{a}.{b} on {where}" for (a, b), where in RUN_WITH.items())
+    return f"vLLM {OLDEST[0]}.{OLDEST[1]} or newer (run: {run})"
 
 
 def check_installation() -> None:

@@ -6,7 +6,7 @@ itself; what is mended by a call in the right moment, and no change, is in `upke
 
 import hashlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from importlib import import_module
@@ -68,21 +68,17 @@ class Patch:
         needed = self.fixed is None or tuple(version) < tuple(int(part) for part in self.fixed.split("."))
         return needed and self.device in (None, device)
 
-    def misfits(self) -> Iterator[str]:
-        """Yield what of the installed vLLM is not there, or not as it was looked at."""
-        for symbol in (*self.changes, *self.needs):
+    def misfit(self) -> str | None:
+        """Return what of the installed vLLM is not there, or not as it was looked at; None where all fits."""
+        for symbol in (*self.changes, *self.needs, *self.sources):
             try:
                 find(symbol)
-            except (ImportError, AttributeError) as error:
-                yield f"{symbol.replace(':', '.')} is not there ({error})"
-        for symbol, known in self.sources.items():
-            try:
-                found = digest(symbol)
-            except (ImportError, AttributeError, TypeError, OSError) as error:
-                yield f"{symbol.replace(':', '.')} has no source ({error})"
-            else:
-                if found not in known:
-                    yield f"{symbol.replace(':', '.')} is of another source ({found})"
+                found = digest(symbol) if symbol in self.sources else None
+            except Exception as error:  # of a module of vLLM's that cannot be imported here, too
+                return f"{symbol.replace(':', '.')} is not there ({error})"
+            if found is not None and found not in self.sources[symbol]:
+                return f"{symbol.replace(':', '.')} is of another source ({found})"
+        return None
 
     def make(self) -> None:
         """Make the change, once."""
@@ -160,13 +156,13 @@ def apply(patch: Patch, version: Sequence[int]) -> None:
     Raises:
         ConfigError: where something that it changes or relies on is not there; nothing is changed then.
     """
-    misfit = next(patch.misfits(), None)
+    misfit = patch.misfit()
     if misfit is not None:
         raise ConfigError(
             f"The patch {patch.name} does not fit the installed vLLM: {misfit}. Without it {patch.wrong}.",
-            expected=f"a version that was run: {installation.versions_run()}",
+            expected=installation.accepted(),
             given=f"vLLM {'.'.join(map(str, version))}",
-            remedy="Install one of those, take TransformersEngine, or mend it in lit_qrl/rollout/vllm/patches.py.",
+            remedy="Install one that was run, take TransformersEngine, or mend it in lit_qrl/rollout/vllm/patches.py.",
         )
     patch.make()
 

@@ -14,14 +14,6 @@ CHANGES: tuple[Patch, ...] = (*decoding.CHANGES, *loading.CHANGES, *cpu.CHANGES)
 log = logging.getLogger(__name__)
 
 
-def misfit(change: Patch) -> str | None:
-    """Return why a change does not fit the installed vLLM, or None where it does."""
-    try:
-        return next(change.misfits(), None)
-    except Exception as error:  # of a module of vLLM's that cannot be imported here
-        return f"{type(error).__name__}: {error}"
-
-
 def register() -> None:
     """Make the changes that fit the installed vLLM, once, and say in one line which do not; never an error."""
     found = installed_version()
@@ -31,7 +23,7 @@ def register() -> None:
     left_out = []
     for change in CHANGES:
         if change.concerns(found[0], device):
-            why = misfit(change)
+            why = change.misfit()
             if why is None:
                 change.make()
             else:

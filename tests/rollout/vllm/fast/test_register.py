@@ -59,11 +59,11 @@ def test_what_does_not_fit_is_left_out_with_one_line(fake, install, monkeypatch,
 
 
 def test_a_module_that_cannot_be_imported_ends_no_engine(monkeypatch):
-    def broken(self):
+    def broken(module):
         raise RuntimeError("no device")
 
-    monkeypatch.setattr(Patch, "misfits", broken)
-    assert lit_qrl_vllm_fast.misfit(lit_qrl_vllm_fast.CHANGES[0]) == "RuntimeError: no device"
+    monkeypatch.setattr("lit_qrl.rollout.vllm.patches.import_module", broken)
+    assert lit_qrl_vllm_fast.CHANGES[0].misfit().endswith("is not there (no device)")
 
 
 def test_a_source_is_known_by_what_it_does_not_by_its_docstring(fake):
@@ -87,7 +87,7 @@ def test_vllm_loads_it_and_all_of_it_fits_the_versions_that_were_run(caplog):
     version, _ = installed_version()
     for change in lit_qrl_vllm_fast.CHANGES:
         if change.concerns(version, change.device or "cpu"):
-            assert lit_qrl_vllm_fast.misfit(change) is None, change.name
+            assert change.misfit() is None, change.name
 
 
 @pytest.mark.vllm
