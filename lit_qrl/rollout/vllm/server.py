@@ -12,6 +12,7 @@ import shutil
 import signal
 import socket
 import ssl
+import struct
 import subprocess
 import sys
 import tempfile
@@ -275,8 +276,9 @@ class Server:
         try:
             if self.address.started:  # no other user opens this socket, and no other server can have taken it
                 connection.sock = socket.socket(socket.AF_UNIX)
-                connection.sock.settimeout(CONNECT)
-                self._connect(connection.sock)
+                # Where many connect at once they wait for their turn: with a timeout of Python's they would not.
+                connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(CONNECT), 0))
+                connection.sock.connect(f"{self._folder}/{SOCKET}")
             else:
                 connection.connect()
             connection.sock.settimeout(timeout)
@@ -291,17 +293,6 @@ class Server:
         if answer.status != 200:
             raise StatusError(path, answer.status, said.decode(errors="replace"))
         return json.loads(said) if said.strip() else {}
-
-    def _connect(self, sock: socket.socket) -> None:
-        """Connect to the run's own server; where many do so at once the system says to try again, and does not wait."""
-        deadline = time.monotonic() + CONNECT
-        while True:
-            try:
-                return sock.connect(f"{self._folder}/{SOCKET}")
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.01)
 
     def _connection(self) -> http.client.HTTPConnection:
         host, port = self._url.hostname or "localhost", self._url.port

@@ -273,22 +273,19 @@ def test_a_server_sees_its_gpu_by_the_name_that_this_process_was_given(monkeypat
     assert engine._seen(Address("cuda:3")) == {"CUDA_VISIBLE_DEVICES": "3,1"}
 
 
-def test_a_burst_of_requests_waits_until_the_socket_takes_them(tmp_path):
+def test_a_burst_of_requests_waits_until_the_socket_takes_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(server, "CONNECT", 5.0)
     made = Server(Address("cpu"), 5.0)
     made._folder = tmp_path
     with socket.socket(socket.AF_UNIX) as held:
         held.bind(str(tmp_path / server.SOCKET))
         held.listen(0)
-        callers = [socket.socket(socket.AF_UNIX) for _ in range(6)]
-        for caller in callers:
-            caller.settimeout(5)
-        taking = threading.Timer(0.3, lambda: [held.accept()[0].close() for _ in callers])
+        taking = threading.Timer(0.3, lambda: [held.accept()[0].close() for _ in range(6)])
         taking.start()
-        with ThreadPoolExecutor(len(callers)) as pool:
-            list(pool.map(made._connect, callers))
+        with ThreadPoolExecutor(6) as pool:
+            ended = [pool.submit(made._ask, "GET", "/health", None, 5.0) for _ in range(6)]
         taking.join()
-        for caller in callers:
-            caller.close()
+    assert not any(isinstance(one.exception(), BlockingIOError) for one in ended)
 
 
 def test_a_server_that_did_not_start_says_what_its_engine_said(tmp_path):
