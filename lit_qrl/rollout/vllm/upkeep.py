@@ -69,22 +69,21 @@ def forget_graph_pool() -> None:
     type(current_platform)._global_graph_pool = None
 
 
-def hold_pools() -> bool:
-    """Keep the memory pools of an engine that is about to be shut down, if it could sleep, and return whether it could.
+def hold_pools() -> None:
+    """Keep the memory pools of an engine that is about to be shut down, if it could sleep.
 
     Its worker drops them at its end while tensors still lie in them, and what is freed after that goes through an
     allocator that is no longer there.
     """
     allocator = _allocator()
     if allocator is None:
-        return False
+        return
     for held in allocator.allocator_and_pools.values():
         for pool, pluggable in held if isinstance(held, list) else [held]:  # of 0.32, of 0.26
             _pools.append(pool)
             _pluggable.append(pluggable)
     if _pools:
         workspaces.clear()  # they lie in the pools; no other engine can use them
-    return bool(_pools)
 
 
 def release_pools() -> None:
