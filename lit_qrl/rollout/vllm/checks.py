@@ -144,21 +144,14 @@ def check_operators(format: NumberFormat | None) -> None:
 
 def check_arguments(gpu_memory_utilization: float, max_num_seqs: int, max_lora_rank: int) -> None:
     """Raise `ConfigError` for arguments of `VLLMEngine` that are out of range."""
-    if not 0 < gpu_memory_utilization <= 1:
-        raise ConfigError(
-            "data.engine.gpu_memory_utilization is out of range.",
-            expected="a share in (0, 1]",
-            given=gpu_memory_utilization,
-        )
-    if max_num_seqs < 1:
-        raise ConfigError("data.engine.max_num_seqs is too small.", expected="at least 1", given=max_num_seqs)
-    if max_lora_rank and max_lora_rank not in LORA_RANKS:
-        raise ConfigError(
-            "data.engine.max_lora_rank is not a rank that vLLM has kernels for.",
-            expected=f"0 or one of {', '.join(map(str, LORA_RANKS))}",
-            given=max_lora_rank,
-            remedy="Take the next larger one; adapters of a lower rank fit.",
-        )
+    ranks = f"0 or one of {', '.join(map(str, LORA_RANKS))}, which hold adapters of lower ranks too"
+    for taken, key, expected, given in (
+        (0 < gpu_memory_utilization <= 1, "gpu_memory_utilization", "a share in (0, 1]", gpu_memory_utilization),
+        (max_num_seqs >= 1, "max_num_seqs", "at least 1", max_num_seqs),
+        (max_lora_rank in (0, *LORA_RANKS), "max_lora_rank", ranks, max_lora_rank),
+    ):
+        if not taken:
+            raise ConfigError(f"data.engine.{key} is out of range.", expected=expected, given=given)
 
 
 def check_unverified(arguments: Mapping[str, Any]) -> None:

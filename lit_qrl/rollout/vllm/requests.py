@@ -139,7 +139,6 @@ def run(
                 if not keys:
                     continue
                 finished = [output for output in llm.llm_engine.step() if output.finished]
-                watchdog.check()
                 if finished:
                     take({keys.pop(_number(output.request_id)): output for output in finished})
     except (KeyboardInterrupt, SystemExit, StoppedError):

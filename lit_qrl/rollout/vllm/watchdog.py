@@ -19,7 +19,7 @@ EXIT_HUNG = 75
 
 
 class Watchdog:
-    """Watches over the steps of one call: `beat` before each, `check` after.
+    """Watches over the steps of one call: `beat` before each.
 
     A step longer than `timeout` is interrupted: a signal makes Python, a lock or a sleep raise `TimeoutError` in the
     main thread. Native code that waits for a device answers no signal, and no part of this process can go on without
@@ -66,11 +66,6 @@ class Watchdog:
     def beat(self) -> None:
         """Start the clock of the next step."""
         self._begun = time.monotonic()
-
-    def check(self) -> None:
-        """Raise `TimeoutError` for a step that did return, but too late."""
-        if time.monotonic() - self._begun > self.timeout:
-            raise TimeoutError(self._sentence())
 
     def _sentence(self) -> str:
         return f"{self.what} took longer than {self.timeout:g} s"

@@ -57,8 +57,8 @@ def test_engines_over_several_processes_are_refused_before_a_weight_is_loaded(ar
     ("arguments", "message"),
     [
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization is out of range"),
-        ({"max_num_seqs": 0}, "max_num_seqs is too small"),
-        ({"max_lora_rank": 24}, "max_lora_rank is not a rank"),
+        ({"max_num_seqs": 0}, "max_num_seqs is out of range"),
+        ({"max_lora_rank": 24}, "max_lora_rank is out of range.*0 or one of 8, 16"),
     ],
 )
 def test_arguments_are_checked_at_construction(arguments, message):
