@@ -35,38 +35,47 @@ def test_a_whole_run_has_all_figures(make_run):
     assert panels["correction"] == ["α, strength of the correction", "The signals behind α"]
 
 
-def test_only_what_was_logged_is_drawn(tmp_path):
-    run = write(tmp_path, "epoch,step,reward/mean,mismatch/kl_k3\n0,0,0.5,nan\n")
-    figures = figures_for([run])
-    assert [figure.key for figure in figures] == ["learning"]
-    assert [panel.title for panel in figures[0].panels] == ["Reward"]
+SHARES = {"turns": 1.5, "ended_done": 0.9, "ended_error": 0, "ended_time": 0.1}
+BENCHMARKS = ("accuracy", "pass@4", "math/pass@1", "math/greedy_pass@1")
+LOGGED = {
+    "only what was logged": ({"reward/mean": 0.5, "mismatch/kl_k3": "nan"}, "metric", {"Reward": ["reward/mean"]}),
+    "signals of another correction": (
+        {"correction/my_signal": 0.1, "correction/rejected_tokens": 0.2, "correction/weight_mean": 0.9},
+        "metric",
+        {
+            "Weight of a token": ["correction/weight_mean"],
+            "Affected share": ["correction/rejected_tokens"],
+            "Other signals": ["correction/my_signal"],
+        },
+    ),
+    "what of a mismatch is staleness": (
+        {"mismatch/kl_k3": 0.004, "mismatch/staleness_kl": 0.003, "rollout/age": 1},
+        "metric",
+        {
+            "KL(sampler ‖ learner), nats": ["mismatch/kl_k3", "mismatch/staleness_kl"],
+            "Age of the sampler's weights, iterations": ["rollout/age"],
+        },
+    ),
+    "conversations": (  # no line lies under another for what never happened
+        {f"environment/{name}": share for name, share in SHARES.items()},
+        "label",
+        {"Answers in a conversation": [""], "How conversations ended, share": ["done", "time"]},
+    ),
+    "benchmarks": (  # of which each gets its panel, and intervals are no lines
+        {f"val/{name}{bound}": 0.5 for name in BENCHMARKS for bound in ("", "_ci_low", "_ci_high")},
+        "label",
+        {"Held-out accuracy": ["sampled", "pass@4"], "math, held-out accuracy": ["pass@1", "greedy pass@1"]},
+    ),
+}
 
 
-def test_unknown_signals_of_another_correction_are_shown(tmp_path):
-    names = ["correction/my_signal", "correction/rejected_tokens", "correction/weight_mean"]
-    run = write(tmp_path, f"epoch,step,{','.join(names)}\n0,0,0.1,0.2,0.9\n")
+@pytest.mark.parametrize("what", LOGGED)
+def test_what_was_logged_is_drawn(tmp_path, what):
+    row, name, panels = LOGGED[what]
+    run = write(tmp_path, f"epoch,step,{','.join(row)}\n0,0,{','.join(map(str, row.values()))}\n")
     (figure,) = figures_for([run])
-    lines = {panel.title: [line.metric for line in panel.lines] for panel in figure.panels}
-    assert lines == {"Weight of a token": names[2:], "Affected share": names[1:2], "Other signals": names[:1]}
-
-
-def test_a_run_that_draws_ahead_shows_what_of_its_mismatch_is_staleness(tmp_path):
-    names = ["mismatch/kl_k3", "mismatch/staleness_kl", "rollout/age"]
-    run = write(tmp_path, f"epoch,step,{','.join(names)}\n0,0,0.002,,0\n1,1,0.004,0.003,1\n")
-    (figure,) = figures_for([run])
-    lines = {panel.title: [line.metric for line in panel.lines] for panel in figure.panels}
-    assert lines == {
-        "KL(sampler ‖ learner), nats": names[:2],
-        "Age of the sampler's weights, iterations": names[2:],
-    }
-
-
-def test_conversations_show_their_turns_and_how_they_ended(tmp_path):
-    names = ("turns", "ended_done", "ended_error", "ended_time")  # no line lies under another for what never happened
-    run = write(tmp_path, f"epoch,step,{','.join(f'environment/{name}' for name in names)}\n0,0,1.5,0.9,0,0.1\n")
-    (figure,) = figures_for([run])
-    lines = {panel.title: [line.label for line in panel.lines] for panel in figure.panels}
-    assert lines == {"Answers in a conversation": [""], "How conversations ended, share": ["done", "time"]}
+    assert {panel.title: [getattr(line, name) for line in panel.lines] for panel in figure.panels} == panels
+    assert draw(figure, [run], ["run"])
 
 
 @pytest.mark.parametrize("limits, value, shown", [((0.0, None), 0.0, (0, 1)), ((None, 1.0), 1.0, (0, 1))])
@@ -75,19 +84,6 @@ def test_a_share_that_stays_at_its_limit_has_no_axis_beyond_it(limits, value, sh
     axes.plot([1, 2], [value, value])
     _finish(axes, Panel("", (), limits=limits), [Series([1, 2], [value, value])], INK["light"])
     assert axes.get_ylim() == pytest.approx((shown[0] - 0.05, shown[1] + 0.05))
-
-
-def test_every_benchmark_gets_its_panel_and_intervals_are_no_lines(tmp_path):
-    names = [f"val/{name}{bound}" for name in ("accuracy", "pass@4", "math/pass@1", "math/greedy_pass@1")
-             for bound in ("", "_ci_low", "_ci_high")]  # fmt: skip
-    run = write(tmp_path, f"epoch,step,{','.join(names)}\n0,0{',0.5' * len(names)}\n")
-    (figure,) = figures_for([run])
-    lines = {panel.title: [line.label for line in panel.lines] for panel in figure.panels}
-    assert lines == {
-        "Held-out accuracy": ["sampled", "pass@4"],
-        "math, held-out accuracy": ["pass@1", "greedy pass@1"],
-    }
-    assert draw(figure, [run], ["run"])
 
 
 @pytest.mark.parametrize("iterations", [1, 3, 70])

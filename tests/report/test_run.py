@@ -153,13 +153,9 @@ def test_benchmarks_and_their_intervals(tmp_path):
     assert run.interval("val/own/thing") == (Series(), Series())
 
 
-def write(folder, rows, events=""):
-    names = list(rows[0])
-    lines = [",".join(["epoch", "step", *(f"time/{name}" for name in names)])]
-    lines += [",".join(map(str, [i, i, *row.values()])) for i, row in enumerate(rows)]
-    (folder / "metrics.csv").write_text("\n".join(lines) + "\n")
-    (folder / "events.jsonl").write_text(events)
-    return Run(folder)
+def timed(folder, rows):
+    phases = [{f"time/{name}": seconds for name, seconds in row.items()} for row in rows]
+    return write_csv(folder, [{"epoch": i, "step": i, **row} for i, row in enumerate(phases)])
 
 
 ROWS = [
@@ -171,8 +167,8 @@ ROWS = [
 
 
 def test_phases_add_up_to_the_run(tmp_path):
-    events = '{"kind": "start", "time": 100}\n{"kind": "finish", "time": 120}\n'
-    phases = {phase.name: phase for phase in where_time_went(write(tmp_path, ROWS, events))}
+    (tmp_path / "events.jsonl").write_text('{"kind": "start", "time": 100}\n{"kind": "finish", "time": 120}\n')
+    phases = {phase.name: phase for phase in where_time_went(timed(tmp_path, ROWS))}
     assert {name: phase.seconds for name, phase in phases.items()} == {
         "generate": 6.0, "reward": 2.5, "rollout, the rest": 0.5, "wait for the engine's sleep": 0.25, "update": 4.0,
         "checkpoint": 1.0, "report": 0.5, "other": 0.25, "outside of iterations": 5.0,
@@ -183,7 +179,7 @@ def test_phases_add_up_to_the_run(tmp_path):
 
 def test_a_phase_of_another_version_is_named_and_a_negative_rest_is_none(tmp_path):
     rows = [{"iteration": 2.0, "stage_weights": 1.5, "other": -0.7, "update": 0.5}]
-    assert [phase.name for phase in where_time_went(write(tmp_path, rows))] == ["update", "stage weights"]
+    assert [phase.name for phase in where_time_went(timed(tmp_path, rows))] == ["update", "stage weights"]
     assert phase_series(Run(tmp_path), "other").values == [0.0]
 
 
