@@ -36,6 +36,12 @@ def listed(values, mask):
     return [[float(v) for v, m in zip(row, keep, strict=True) if m] for row, keep in zip(values, mask, strict=True)]
 
 
+def log_ratios(learner, old, mask):
+    """Return learner − old of each row as lists of Python floats."""
+    pairs = zip(listed(learner.detach(), mask), listed(old, mask), strict=True)
+    return [[a - b for a, b in zip(x, y, strict=True)] for x, y in pairs]
+
+
 def spread_out(per_row, mask, fill=1.0):
     """Return "b t" in fp64 from one list (or number) per row, `fill` in the padding."""
     out = torch.full(mask.shape, fill, dtype=torch.float64)

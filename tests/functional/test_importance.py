@@ -6,7 +6,7 @@ import torch
 from lit_qrl.errors import ConfigError
 from lit_qrl.functional import importance as F
 from lit_qrl.functional.rejection import opsm_keep, ratio_keep, token_veto
-from tests.functional.helpers import DTYPES, RTOL, Ranks, listed, no_host_sync, rows, spread_out
+from tests.functional.helpers import DTYPES, RTOL, Ranks, listed, log_ratios, no_host_sync, rows, spread_out
 
 INF = math.inf
 
@@ -78,14 +78,7 @@ def test_equals_the_loop(name, dtype):
 def test_log_ratio_equals_the_loop_and_is_exactly_zero_in_the_padding(dtype):
     learner, sampler, mask, _ = rows(dtype)
     got = F.log_ratio(learner.clone().requires_grad_(), sampler, mask)
-    wanted = spread_out(
-        [
-            [a - b for a, b in zip(x, y, strict=True)]
-            for x, y in zip(listed(learner, mask), listed(sampler, mask), strict=True)
-        ],
-        mask,
-        fill=0.0,
-    )
+    wanted = spread_out(log_ratios(learner, sampler, mask), mask, fill=0.0)
     torch.testing.assert_close(got.double(), wanted, rtol=RTOL[dtype], atol=1e-6 if dtype == torch.float32 else 0)
     assert torch.equal(got[~mask], torch.zeros_like(got[~mask]))
     assert not got.requires_grad

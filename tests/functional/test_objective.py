@@ -10,7 +10,7 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.functional import objective as F
 from lit_qrl.functional.importance import truncated_share
 from lit_qrl.functional.reduction import reduce
-from tests.functional.helpers import DTYPES, RTOL, listed, no_host_sync, rows, spread_out
+from tests.functional.helpers import DTYPES, RTOL, listed, log_ratios, no_host_sync, rows, spread_out
 
 
 def clipped(a, r, low, high):
@@ -119,19 +119,11 @@ def problem(dtype, seed=0):
 
 
 def expect(sequence, learner, old, mask, advantages, weights, factors, mismatch):
-    log_r = [
-        [a - b for a, b in zip(x, y, strict=True)]
-        for x, y in zip(listed(learner.detach(), mask), listed(old, mask), strict=True)
-    ]
+    log_r = log_ratios(learner, old, mask)
     parts = [
-        sequence(x, a, w, c, d)
-        for x, a, w, c, d in zip(
-            log_r,
-            advantages.tolist(),
-            listed(weights, mask),
-            listed(factors, mask),
-            listed(mismatch, mask),
-            strict=True,
+        sequence(*of_row)
+        for of_row in zip(
+            log_r, advantages.tolist(), *(listed(x, mask) for x in (weights, factors, mismatch)), strict=True
         )
     ]
     return tuple(spread_out([part[i] for part in parts], mask, fill=0.0) for i in (0, 1))
@@ -176,10 +168,7 @@ def test_cispo_equals_the_loop(dtype):
 def test_metrics_are_pairs_of_sum_and_count():
     learner, old, mask, advantages, *_ = problem(torch.float64)
     metrics = F.clipped_surrogate(learner, old, advantages, mask, clip_low=0.1, clip_high=0.3).metrics
-    log_r = [
-        [a - b for a, b in zip(x, y, strict=True)]
-        for x, y in zip(listed(learner.detach(), mask), listed(old, mask), strict=True)
-    ]
+    log_r = log_ratios(learner, old, mask)
     flat = [(math.exp(x), a) for row, a in zip(log_r, advantages.tolist(), strict=True) for x in row]
     wanted = {
         "update/kl": (sum(r - 1 - math.log(r) for r, _ in flat), len(flat)),
