@@ -86,36 +86,41 @@ def events(folder, kind):
     return [event for event in read_jsonl(folder / "run" / "events.jsonl") if event["kind"] == kind]
 
 
+@pytest.fixture(scope="module")
+def immortal(tmp_path_factory):
+    """Return the weights and rollouts of a run whose engine lives."""
+    module, _, rollouts, run = mortal(tmp_path_factory.mktemp("immortal"))
+    run()
+    return parameters_of(module), rollouts
+
+
 @pytest.mark.parametrize("deaths", [{"generate": [1]}, {"load_weights": [1]}, {"generate": [1, 2]}], ids=str)
-def test_a_death_costs_no_more_than_its_time(tmp_path, deaths):
-    module, engine, rollouts, run = mortal(tmp_path / "mortal", deaths)
+def test_a_death_costs_no_more_than_its_time(tmp_path, deaths, immortal):
+    module, engine, rollouts, run = mortal(tmp_path, deaths)
     run()
-    plain, _, expected, run = mortal(tmp_path / "immortal")
-    run()
-    assert torch.equal(parameters_of(module), parameters_of(plain))
+    weights, expected = immortal
+    assert torch.equal(parameters_of(module), weights)
     assert all(torch.equal(a, b) for a, b in zip(rollouts.tokens, expected.tokens, strict=True))
     assert rollouts.versions == expected.versions == [0, 1, 2]
     count = len(next(iter(deaths.values())))
-    logged = events(tmp_path / "mortal", "engine_died")
+    logged = events(tmp_path, "engine_died")
     assert [event["restart"] for event in logged] == list(range(1, count + 1))
     assert {event["iteration"] for event in logged} == {2}
     assert "boom" in logged[0]["message"]
     assert engine.story.count("setup") == 1 + count
 
 
-def test_the_new_engine_is_published_to_and_probed_before_it_draws(tmp_path):
-    _, engine, _, run = mortal(tmp_path, {"generate": [1]})
+@pytest.mark.parametrize(
+    ("deaths", "before"),
+    [({"generate": [1]}, ["setup", "load_weights", "score", "generate"]), ({"score": [0]}, ["setup"])],
+    ids=str,
+)
+def test_the_new_engine_is_published_to_and_probed_before_it_draws(tmp_path, deaths, before):
+    _, engine, rollouts, run = mortal(tmp_path, deaths)
     run()
-    first = ["setup", "load_weights", "score", "generate"]
-    dead = ["load_weights", "died", "close"]
-    reborn = ["setup", "load_weights", "score", "generate"]
-    assert engine.story == [*first, *dead, *reborn, "load_weights", "generate", "close"]
-
-
-def test_a_death_while_the_probe_is_scored(tmp_path):
-    _, engine, rollouts, run = mortal(tmp_path, {"score": [0]})
-    run()
-    assert engine.story[:7] == ["setup", "load_weights", "died", "close", "setup", "load_weights", "score"]
+    reborn = ["load_weights", "died", "close", "setup", "load_weights", "score", "generate"]
+    after = ["load_weights", "generate"] * (2 if before == ["setup"] else 1)
+    assert engine.story == [*before, *reborn, *after, "close"]
     assert rollouts.versions == [0, 1, 2]
 
 
