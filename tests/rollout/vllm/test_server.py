@@ -19,6 +19,7 @@ import torch
 
 import tests
 from lit_qrl.errors import ConfigError
+from lit_qrl.loop.turns import Conversations
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.engine import EngineDiedError, Learners, Pauses, SamplerSpec
 from lit_qrl.rollout.vllm import client, guard, server, ways
@@ -32,6 +33,7 @@ from lit_qrl.rollout.vllm.client import (
 from lit_qrl.rollout.vllm.installation import versions
 from lit_qrl.rollout.vllm.server import Server
 from lit_qrl.types import SamplingParams
+from tests.rollout.vllm.test_requests import Counting
 from tests.vllm_engines import tiny_network
 
 KEY = "between these two"
@@ -361,6 +363,27 @@ def test_a_death_is_named_in_time_and_the_next_server_draws_the_same(served, wha
     assert served.publish(engine, 1).version == 1
     drawn = engine.generate(asked, 2, seed=5)
     assert [one.token_ids for one in drawn] == [one.token_ids for one in (drawn if first else expected)]
+
+
+@pytest.mark.vllm
+def test_turns_are_drawn_by_servers_and_a_death_ends_the_dialogue(served):
+    engine = served.engine()
+    served.publish(engine, 0)
+
+    def talked():
+        with Conversations(Counting(), [{}] * 4, [[5], [6, 7], [8], [9]], lambda said: [7], str, 5, seed=3) as talks:
+            engine.converse(talks)
+        return [one.token_ids for one in talks.completions()]
+
+    expected = talked()
+    assert [len(one) for one in expected] == [5] * 4
+    served.struck.append(("/inference/v1/generate", lambda one: os.killpg(one._process.pid, signal.SIGKILL)))
+    with pytest.raises(EngineDiedError, match="status -9"):
+        talked()
+    engine.discard()
+    engine.setup(engine.spec, engine.policy)
+    served.publish(engine, 1)
+    assert talked() == expected
 
 
 @pytest.mark.vllm
