@@ -44,6 +44,10 @@ def run_interpreted(compare, script=SCRIPT):
         compare: its module and name are the arguments of the script.
         script: prints "same" last.
     """
+    import triton
+
+    if tuple(map(int, triton.__version__.split(".")[:2])) <= (3, 6):
+        pytest.skip("its interpreter rounds 16-bit numbers otherwise than a device")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-c", script, compare.__module__, compare.__name__]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -33,7 +33,7 @@ def test_a_cell_works_or_is_refused(model_type, name):
     cell = vllm_cells.run_cell(BY_TYPE[model_type], name)
     column = f"publish/{'auto' if name == 'plain' else name}"
     told = kept(BY_TYPE[model_type]).get("vllm", {}).get(column, {}).get("state")
-    assert cell["outcome"] in ({"works", "refused"} if told is None else {told}), cell
+    assert cell["outcome"] in ({"works", "refused"} if told is None or not vllm_cells.of_the_table() else {told}), cell
     if cell["outcome"] == "refused":
         assert "Expected:" in cell["message"]
         assert "\n" not in cell["message"]
@@ -49,6 +49,7 @@ def test_rows_that_the_loader_sorts_are_verified(name):
     assert cell["along_routes"]
 
 
+@pytest.mark.skipif(not vllm_cells.of_the_table(), reason="an older vLLM knows fewer")
 def test_every_layer_that_vllm_makes_of_several_has_its_row():
     packed = {}
     for family in FAMILIES:

@@ -15,6 +15,7 @@ from lit_qrl.network.adapters import merged_weights
 from lit_qrl.network.linears import check_quantizable, quantizable_linears
 from lit_qrl.network.stream import weight_stream
 from lit_qrl.receipts.ledger import PublishError, SentLedger, compare, compare_columns, compare_receipts, read_receipts
+from lit_qrl.rollout.vllm.installation import RUN_WITH, installed_version
 from lit_qrl.types import SamplingParams
 from tests.families.configs import Family, random_network, sized
 from tests.networks import WORDS
@@ -27,6 +28,12 @@ TOLERANCE = {"plain": 1e-5}
 LOW_BIT = 0.05
 ROUNDED_TWICE = 2.0
 """Times the learner's own difference between bf16 and fp32 that an engine in bf16 may differ: each side rounds once."""
+
+
+def of_the_table() -> bool:
+    """Return whether the installed vLLM is not older than that of the table of families."""
+    found = installed_version()
+    return found is not None and found[0][:2] >= max(RUN_WITH)
 
 
 def prompts() -> list[list[int]]:

@@ -2,6 +2,7 @@
 
 import inspect
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -100,9 +101,9 @@ def refused_model(network: nn.Module, error: Exception) -> Exception:
         network: the learner's model.
         error: vLLM's.
     """
-    if isinstance(error, ConfigError) or not isinstance(
-        error, (ValueError, KeyError, TypeError, AttributeError, AssertionError, NotImplementedError, ImportError)
-    ):
+    kinds = (ValueError, KeyError, TypeError, AttributeError, AssertionError, NotImplementedError, ImportError)
+    of_config = type(error).__module__.startswith("transformers.")  # which vLLM reads otherwise than this transformers
+    if isinstance(error, ConfigError) or not (isinstance(error, kinds) or of_config):
         return error
     name, said = type(network).__name__, " ".join(f"{type(error).__name__}: {error}".split())
     return ConfigError(
@@ -149,10 +150,12 @@ def _check_kernels(network: nn.Module, dtype: torch.dtype | None) -> None:
     layers = [] if latent(config) else getattr(text, "per_layer_config", None) or [text]  # Gemma 4 has two sizes
     sizes = CPUAttentionBackend.get_supported_head_sizes()
     odd = {_head_size(layer) for layer in layers} - {0, *sizes}
+    state = linear or hasattr(text, "state_size") or hasattr(text, "mamba_d_state")
+    scans = find_spec("vllm.model_executor.layers.mamba.ops.cpu.mamba_ssm") is not None
     for lacks, expected, given in (
         (chunk and chunk % CPU_BLOCK, f"an attention_chunk_size that is a multiple of {CPU_BLOCK}", chunk),
         (odd, f"a head size among {listed(map(str, sizes), 99)}", listed(map(str, odd))),
-        (latent(config) and "CPU_MLA" not in AttentionBackendEnum.__members__, "vLLM 0.32", "one without MLA on a CPU"),
+        (latent(config) and "CPU_MLA" not in AttentionBackendEnum.__members__, "vLLM 0.29", "one without MLA on a CPU"),
         (
             compressed != LATENT,
             "kv_lora_rank and qk_rope_head_dim as DeepSeek-V3 has, {} and {}".format(*LATENT),
@@ -164,6 +167,7 @@ def _check_kernels(network: nn.Module, dtype: torch.dtype | None) -> None:
             delta,
         ),
         (linear and dtype not in (None, torch.bfloat16), "data.engine.dtype: bf16", dtype),
+        (state and not scans, "vLLM 0.29", "one without kernels of states on a CPU"),
     ):
         if lacks:
             raise ConfigError(

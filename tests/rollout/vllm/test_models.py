@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transformers import LlamaConfig
+from transformers.integrations.heterogeneity.configuration_utils import AmbiguousGlobalPerLayerAttributeError
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.network.structure import outline
@@ -13,7 +14,7 @@ from lit_qrl.rollout.engine import SamplerSpec
 from lit_qrl.rollout.vllm import models as vllm_models
 from lit_qrl.rollout.vllm.engine import VLLMEngine
 from tests.families.configs import BY_TYPE, random_network
-from tests.families.vllm_cells import sized
+from tests.families.vllm_cells import of_the_table, sized
 from tests.networks import build_network
 
 pytestmark = pytest.mark.vllm
@@ -80,7 +81,8 @@ def test_a_package_that_was_built_for_another_torch_is_named(monkeypatch):
 
 def test_a_norm_that_vllm_computes_by_groups_is_named():
     family = BY_TYPE["mamba2"]
-    vllm_models.check_model(random_network(family))
+    if of_the_table():
+        vllm_models.check_model(random_network(family))
     grouped = dataclasses.replace(family, options={**family.options, "n_groups": 2})
     with pytest.raises(ConfigError, match=r"each group of Mamba2ForCausalLM's channels.*n_groups: 1.*Given: 2"):
         vllm_models.check_model(random_network(grouped))
@@ -96,6 +98,10 @@ def test_chunks_that_end_inside_a_block_of_keys_are_named():
 
 def test_latent_attention_of_another_size_than_the_kernels_is_named():
     family = BY_TYPE["deepseek_v3"]
+    if not of_the_table():
+        with pytest.raises(ConfigError, match=r"Expected: vLLM 0\.29"):
+            vllm_models.check_model(random_network(family))
+        return
     with pytest.raises(ConfigError, match=r"as DeepSeek-V3 has, 512 and 64.*Given: \(128, 16\)\. Use a GPU"):
         vllm_models.check_model(random_network(family))
     options = {**family.options, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
@@ -115,6 +121,9 @@ def test_what_vllm_says_of_a_first_engine_is_one_paragraph():
     found = vllm_models.refused_model(network, KeyError("factor"))
     assert isinstance(found, ConfigError)
     assert "does not build an engine of GptOssForCausalLM with these arguments: KeyError: 'factor'" in str(found)
+    assert isinstance(
+        vllm_models.refused_model(network, AmbiguousGlobalPerLayerAttributeError("head_dim")), ConfigError
+    )
     memory = RuntimeError("out of memory")
     assert vllm_models.refused_model(network, memory) is memory
     assert str(found).endswith("or use TransformersEngine.")
@@ -128,6 +137,10 @@ def test_linear_attention_on_a_cpu_wants_bf16_and_one_size(monkeypatch):
     network = random_network(sized(BY_TYPE["qwen3_next"]))
     with pytest.raises(ConfigError, match=r"Expected: data\.engine\.dtype: bf16\. Given: torch\.float32"):
         vllm_models.check_model(network, torch.float32)
+    if not of_the_table():
+        with pytest.raises(ConfigError, match=r"Expected: vLLM 0\.29\. Given: one without kernels of states"):
+            vllm_models.check_model(network, torch.bfloat16)
+        return
     vllm_models.check_model(network, torch.bfloat16)
     vllm_models.check_model(build_network(head_dim=32), torch.float32)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
