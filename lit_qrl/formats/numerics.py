@@ -152,12 +152,12 @@ def unpack_nibbles(packed: Tensor) -> Tensor:
 
 def pack_int4(codes: Tensor) -> Tensor:
     """Return eight signed 4-bit codes (int8, "out in") per int32, offset by 8, the first one lowest."""
-    return pack_nibbles((codes + 8).view(torch.uint8)).view(torch.int32)
+    return pack_nibbles((codes + 8).view(torch.uint8)).contiguous().view(torch.int32)
 
 
 def unpack_int4(packed: Tensor) -> Tensor:
     """Return the signed 4-bit codes of `pack_int4`, as int8 "out in"."""
-    return unpack_nibbles(packed.view(torch.uint8)).view(torch.int8) - 8
+    return unpack_nibbles(packed.contiguous().view(torch.uint8)).view(torch.int8) - 8
 
 
 def power_of_two(biased: Tensor) -> Tensor:
@@ -184,8 +184,7 @@ def in_blocks(matrix: Tensor, block: tuple[int, int]) -> Tensor:
 def of_blocks(blocks: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return the matrix of that shape that `in_blocks` cut."""
     r, c = blocks.shape[0] * blocks.shape[1], blocks.shape[2] * blocks.shape[3]
-    matrix = blocks.reshape(r, c)
-    return matrix if (r, c) == tuple(shape) else matrix[: shape[0], : shape[1]].contiguous()
+    return blocks.reshape(r, c)[: shape[0], : shape[1]].contiguous()
 
 
 def with_bias(out: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -122,7 +122,7 @@ def check_separable(config: Any) -> None:
         config: the policy's PEFT config.
     """
     options = ("use_dora", "modules_to_save", "trainable_token_indices", "bias", "target_parameters")
-    used = [one for one in options if getattr(config, one, None) not in (None, False, [], "none")]
+    used = [one for one in options if getattr(config, one, None) and getattr(config, one) != "none"]
     kind = str(getattr(getattr(config, "peft_type", None), "value", "LORA"))
     if used or kind != "LORA":
         raise ConfigError(

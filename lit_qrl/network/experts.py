@@ -28,6 +28,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from lit_qrl.errors import ConfigError, listed
+from lit_qrl.network.autocast import autocast_input
 from lit_qrl.network.names import base_of, checkpoint_modules
 from lit_qrl.network.names import stored as stored_as
 from lit_qrl.network.structure import EXPERT_LAYOUTS, text_part
@@ -320,7 +321,7 @@ def experts_output(
         out, bias = stack.outputs(multiply(matrix, rows, ends)), getattr(module, f"{matrix}_bias", None)
         return out if bias is None else out + bias[experts[order]].to(out.dtype)
 
-    made = product(last, between(product(first, hidden[order // chosen.shape[-1]])))
+    made = product(last, between(product(first, autocast_input(hidden)[order // chosen.shape[-1]])))
     # back in the order of the tokens, so that each sum runs over its own experts, whatever else is in the batch
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
@@ -336,9 +337,12 @@ def one_after_another(
     Args:
         multiply: from an expert, the name of a parameter, and rows, to their products with the expert's matrices there.
     """
+    lengths: list[int] = []
 
     def of_all(matrix: str, rows: Tensor, ends: Tensor) -> list[Tensor]:
-        parts = rows.split(ends.diff(prepend=ends.new_zeros(1)).tolist())
+        if not lengths:  # for which the host waits once
+            lengths.extend(ends.diff(prepend=ends.new_zeros(1)).tolist())
+        parts = rows.split(lengths)
         made = [multiply(expert, matrix, part) for expert, part in enumerate(parts) if len(part)]
         return [torch.cat(products) for products in zip(*made, strict=True)]
 

@@ -49,7 +49,9 @@ def why_unreachable(endpoint: str) -> str | None:
     try:
         get_session().head(endpoint, timeout=PATIENCE)
     except Exception as error:  # of the library's client, which another version has from another package
-        return None if "Timeout" in type(error).__name__ else str(error)
+        kinds = [kind.__name__ for kind in type(error).__mro__]
+        unreachable = any("Connect" in kind or "Proxy" in kind for kind in kinds)
+        return str(error) if unreachable and "Timeout" not in kinds[0] else None
     return None
 
 

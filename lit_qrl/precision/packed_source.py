@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from functools import cached_property
 from hashlib import blake2b
 from typing import Any
@@ -112,5 +113,18 @@ def fingerprint_of(layers: dict[str, PackedLinear]) -> str:
         flat = q.codes.flatten()
         # 64 codes spread over each layer tell two models apart without copying gigabytes to the host
         sample = flat[:: max(flat.numel() // 64, 1)][:64].contiguous().view(torch.uint8)
-        digest.update(f"{name} {q.format} {q.shape}".encode() + bytes(sample.tolist()))
+        digest.update(f"{name} {_as_saved(q.format)} {q.shape}".encode() + bytes(sample.tolist()))
     return digest.hexdigest()
+
+
+def _as_saved(format: NumberFormat) -> str:
+    """Return a format as the digests in checkpoints have it.
+
+    >>> from lit_qrl.formats import get
+    >>> _as_saved(get("int4_group")), _as_saved(get("fp8_row"))
+    ('int4_group (group_size 128)', 'fp8_row')
+    """
+    settings = {one.name: getattr(format, one.name) for one in fields(format)} if is_dataclass(format) else {}
+    on = {name: value for name, value in settings.items() if value is not None and value is not False}
+    shown = ", ".join(name if value is True else f"{name} {value}" for name, value in on.items())
+    return f"{format.name} ({shown})" if shown else format.name

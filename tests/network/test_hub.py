@@ -38,7 +38,7 @@ def connecting(monkeypatch):
 
 
 def test_a_hub_that_cannot_be_reached_is_asked_once_and_never_waited_for(connecting, capsys):
-    asked = connecting(OSError("[Errno -2] Name or service not known"))
+    asked = connecting(ConnectionError("[Errno -2] Name or service not known"))
     ask_hub("the model 'org/name'")
     assert capsys.readouterr().err == (
         "Asking https://hub.invalid for the model 'org/name' …\n"

@@ -71,7 +71,8 @@ def _weight_scale(amax, inverse, eps, dtype: tl.constexpr):
 
 @triton.jit
 def _scale(amax):
-    return tl.maximum(tl.div_rn(amax, tl.full(amax.shape, _MAX, tl.float32)), _SMALLEST)
+    scale = tl.div_rn(amax, tl.full(amax.shape, _MAX, tl.float32))
+    return tl.maximum(scale, tl.full(amax.shape, _SMALLEST, tl.float32), propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit

@@ -142,12 +142,13 @@ def check_operators(format: NumberFormat | None) -> None:
             )
 
 
-def check_arguments(gpu_memory_utilization: float, max_num_seqs: int, max_lora_rank: int) -> None:
+def check_arguments(gpu_memory_utilization: float, max_num_seqs: int, max_lora_rank: int, request_seeds: bool) -> None:
     """Raise `ConfigError` for arguments of `VLLMEngine` that are out of range."""
     ranks = f"0 or one of {', '.join(map(str, LORA_RANKS))}, which hold adapters of lower ranks too"
     for taken, key, expected, given in (
         (0 < gpu_memory_utilization <= 1, "gpu_memory_utilization", "a share in (0, 1]", gpu_memory_utilization),
         (max_num_seqs >= 1, "max_num_seqs", "at least 1", max_num_seqs),
+        (request_seeds, "request_seeds", "true, the only one", request_seeds),
         (max_lora_rank in (0, *LORA_RANKS), "max_lora_rank", ranks, max_lora_rank),
     ):
         if not taken:

@@ -146,7 +146,7 @@ class VLLMEngine(RolloutEngine):
         kv_cache_dtype: Literal["auto"] = "auto",
         speculative: Literal[0] = 0,
     ) -> None:
-        check_arguments(gpu_memory_utilization, max_num_seqs, max_lora_rank)
+        check_arguments(gpu_memory_utilization, max_num_seqs, max_lora_rank, request_seeds)
         if tensor_parallel_size > 1:
             # Before memory of a GPU is taken: vLLM's own sum over the GPUs of an engine opens buffers of CUDA graphs by
             # handles that segments which grow do not have, and its processes would end at their start.

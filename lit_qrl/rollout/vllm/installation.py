@@ -118,7 +118,7 @@ def check_plugin(device: str) -> None:
         try:
             installed.load()
             return
-        except ImportError as error:  # which vLLM would log and go on without
+        except (ImportError, TypeError, AttributeError) as error:  # which vLLM would log and go on without
             why, level = f"one of another version of lit-qrl is installed: {error}", logging.WARNING
     if device == "cpu":
         raise ConfigError(

@@ -138,6 +138,8 @@ def run(
                     keys |= {_number(name): key for name, (key, *_) in zip(ids, asked, strict=True)}
                 if not keys:
                     continue
+                if not llm.llm_engine.has_unfinished_requests():
+                    raise RuntimeError(f"it has lost {len(keys)} requests")
                 finished = [output for output in llm.llm_engine.step() if output.finished]
                 if finished:
                     take({keys.pop(_number(output.request_id)): output for output in finished})
