@@ -30,10 +30,10 @@ ROUNDED_TWICE = 2.0
 """Times the learner's own difference between bf16 and fp32 that an engine in bf16 may differ: each side rounds once."""
 
 
-def of_the_table() -> bool:
-    """Return whether the installed vLLM is not older than that of the table of families."""
+def of_the_table(version: tuple[int, ...] = max(RUN_WITH)) -> bool:
+    """Return whether the installed vLLM is not older than a version: that of the table of families."""
     found = installed_version()
-    return found is not None and found[0][:2] >= max(RUN_WITH)
+    return found is not None and found[0][:2] >= version
 
 
 def prompts() -> list[list[int]]:
