@@ -11,10 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lit_qrl.functional._launch import remembered
+
 SIZE, WARPS = 4096, 8
 """Logits that a program takes at a time, and its warps."""
 
 
+@remembered
 @triton.jit
 def _reduce_kernel(logits, tokens, normalizer, chosen, spread, words, factor, SIZE: tl.constexpr, SPREAD: tl.constexpr):
     """One row: log Σ e^z, the z of its token, and the entropy, with z = factor · logit in fp32."""
@@ -48,6 +51,7 @@ def _reduce_kernel(logits, tokens, normalizer, chosen, spread, words, factor, SI
     tl.store(chosen + row, tl.load(logits + row * words + token).to(tl.float32) * factor)
 
 
+@remembered
 @triton.jit
 def _gradient_kernel(logits, tokens, normalizer, upstream, words, factor, SIZE: tl.constexpr):
     """Rows of logits become (onehot(y) − π) · upstream, rounded to their own dtype."""

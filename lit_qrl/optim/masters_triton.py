@@ -11,13 +11,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lit_qrl.functional._launch import pieces
+from lit_qrl.functional._launch import pieces, remembered
 
 SIZE = 4096
 """Numbers that a program takes."""
 WARPS = 8
 
 
+@remembered
 @triton.jit
 def _adam_kernel(weight, low, grad, average, square, settings, count, SIZE: tl.constexpr):
     """A step of Adam on numbers joined and taken apart in passing."""

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lit_qrl.functional._launch import pieces
+from lit_qrl.functional._launch import pieces, remembered
 
 # Words of 8 bytes that one program sums.
 TILE = 8192
@@ -44,6 +44,7 @@ _PATTERNS = {
 }
 
 
+@remembered
 @triton.jit(do_not_specialize=["start", "step", "rows", "columns", "ones", "lowest", "signs"])
 def _sums_kernel(
     bits, sums, start, step, rows, columns, ones, lowest, signs,

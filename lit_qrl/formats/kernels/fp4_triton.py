@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lit_qrl.formats.kernels.fp8_triton import _greater
 from lit_qrl.formats.numerics import E4M3, E4M3_MAX, FP4_MAX
+from lit_qrl.functional._launch import remembered
 
 BLOCK = 16
 # Blocks of one program: one for each thread of four warps.
@@ -50,6 +51,7 @@ def _squared_error(x, codes, divisor, SIZE: tl.constexpr):
     return a + b
 
 
+@remembered
 @triton.jit
 def _nvfp4_kernel(
     weight, whole, packed, scales, bad, blocks, each, inverse, smallest, LOW: tl.constexpr, FOUR: tl.constexpr,

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lit_qrl.formats.numerics import E4M3, E4M3_MAX
-from lit_qrl.functional._launch import pieces, power_of_2
+from lit_qrl.functional._launch import pieces, power_of_2, remembered
 
 TILE = 128
 WHOLE = 4096
@@ -75,6 +75,7 @@ def _scale(amax):
     return tl.maximum(scale, tl.full(amax.shape, _SMALLEST, tl.float32), propagate_nan=tl.PropagateNan.ALL)
 
 
+@remembered
 @triton.jit
 def _blocks_kernel(w, codes, scales, n, k, stride, eps, LOW: tl.constexpr, SIZE: tl.constexpr):
     """One 128×128 block of a weight, with the roundings of a weight in its own dtype."""
@@ -108,6 +109,7 @@ def fp8_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scales
 
 
+@remembered
 @triton.jit
 def _rows_kernel(
     x, codes, scales, stride, eps, K: tl.constexpr, WEIGHT: tl.constexpr, LOW: tl.constexpr, SIZE: tl.constexpr
@@ -160,6 +162,7 @@ def e4m3_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
     return _rows(x, False)
 
 
+@remembered
 @triton.jit
 def _largest_kernel(x, partial, n, SIZE: tl.constexpr):
     """The largest magnitude of every so many values."""
@@ -171,6 +174,7 @@ def _largest_kernel(x, partial, n, SIZE: tl.constexpr):
     tl.store(partial + tl.program_id(0) + tl.arange(0, 1), tl.reduce(amax, 0, _greater, keep_dims=True))
 
 
+@remembered
 @triton.jit
 def _whole_kernel(x, partial, codes, scales, n, count, SIZE: tl.constexpr, COUNT: tl.constexpr):
     """Codes of so many values under the one scale, which every program makes of the partial maxima."""

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lit_qrl.functional._launch import pieces, power_of_2
+from lit_qrl.functional._launch import pieces, power_of_2, remembered
 
 # A program holds a row's gain, sum and two inputs: sixteen columns a thread leave room for two programs at sixteen
 # warps. A wider row is read twice, first for its mean; of narrow ones, heads say, a program has several.
@@ -40,6 +40,7 @@ def _scaled(wide, inverse, weight, y, at, column, k, inside):
     tl.store(y + at, (gain * (wide * inverse).to(dtype).to(tl.float32)).to(dtype), mask=inside)
 
 
+@remembered
 @triton.jit
 def _norm_kernel(
     x, residual, weight, summed, y, rstd, m, k, eps, ADD: tl.constexpr, SCALE: tl.constexpr, WHOLE: tl.constexpr,
@@ -114,6 +115,7 @@ def norm(
     return summed, y, rstd
 
 
+@remembered
 @triton.jit
 def _norm_means_kernel(grad, x, rstd, weight, means, k, SIZE: tl.constexpr):
     """A row's mean of gradient · weight · normalised input."""
@@ -127,6 +129,7 @@ def _norm_means_kernel(grad, x, rstd, weight, means, k, SIZE: tl.constexpr):
     tl.store(means + row, tl.sum(total, axis=0) * tl.load(rstd + row) / k)
 
 
+@remembered
 @triton.jit
 def _norm_backward_kernel(
     grad, x, beside, rstd, weight, means, grad_x, grad_weight, m, k, ADD: tl.constexpr, WHOLE: tl.constexpr,

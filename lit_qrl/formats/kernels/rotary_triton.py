@@ -12,12 +12,13 @@ import triton.language as tl
 from torch import Tensor
 
 from lit_qrl.formats.kernels.turned_triton import _turn
-from lit_qrl.functional._launch import pieces, power_of_2
+from lit_qrl.functional._launch import pieces, power_of_2, remembered
 
 HEADS = 4
 """Heads that a program turns at once."""
 
 
+@remembered
 @triton.jit
 def _rotate_kernel(
     x, cos, sin, out, heads, row_stride, head_stride, out_row_stride, out_head_stride, HALF: tl.constexpr,

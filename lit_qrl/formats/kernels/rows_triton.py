@@ -8,12 +8,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lit_qrl.functional._launch import pieces, power_of_2
+from lit_qrl.functional._launch import pieces, power_of_2, remembered
 
 SIZE = 2048
 """Numbers of a row that a program takes at most."""
 
 
+@remembered
 @triton.jit
 def _summed_kernel(x, place, copies, out, width, shared, count, SIZE: tl.constexpr):
     """A piece of a row: the sum of its copies in fp32, in their order, or the one row that it is."""

@@ -16,7 +16,7 @@ from triton.language.extra import libdevice
 
 from lit_qrl.formats.kernels.fp8_triton import TILE, _clamp, _low, _quotient, _scale
 from lit_qrl.formats.numerics import E4M3, E4M3_MAX
-from lit_qrl.functional._launch import pieces
+from lit_qrl.functional._launch import pieces, remembered
 
 PLAIN, NORM, GATED = 0, 1, 2
 WARPS = 8
@@ -80,6 +80,7 @@ def _quantized(values, AXIS: tl.constexpr, HALF: tl.constexpr):
     return quotient, scale
 
 
+@remembered
 @triton.jit
 def _tiles_kernel(
     x, other, rstd, weight, y, rows, rows_scale, columns, columns_scale, m, k, stride, padded, BEFORE: tl.constexpr,
@@ -178,6 +179,7 @@ def tiles(
     return y, (along, along_scale.t()) if rows else None, (across, across_scale.t()) if columns else None
 
 
+@remembered
 @triton.jit
 def _gated_backward_kernel(
     grad, gate, up, grad_gate, grad_up, product, count, stride, out_stride, K: tl.constexpr, AGAIN: tl.constexpr,

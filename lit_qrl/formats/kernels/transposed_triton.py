@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lit_qrl.functional._launch import pieces
+from lit_qrl.functional._launch import pieces, remembered
 
 SIZE = 128
 """Rows and columns that a program turns."""
@@ -20,6 +20,7 @@ DEEP = 4
 """Rows below one another that a thread holds: the bytes of a word."""
 
 
+@remembered
 @triton.jit
 def _transposed_kernel(codes, out, rows, columns, SIZE: tl.constexpr, DEEP: tl.constexpr):
     """One tile; row d of thread row i stands at i + d · apart, where the compiler puts what one thread holds."""

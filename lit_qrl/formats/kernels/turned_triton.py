@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lit_qrl.functional._launch import power_of_2
+from lit_qrl.functional._launch import power_of_2, remembered
 
 HEADS, WARPS = 16, 4
 """Heads that a program has in its registers at once, absent ones among them, and its warps: 16 bytes a thread."""
@@ -54,6 +54,7 @@ def _turned_heads(
         tl.store(out + at + HALF, second, mask=inside)
 
 
+@remembered
 @triton.jit
 def _turned_kernel(
     q, k, v, cos, sin, index, to_q, to_k, to_v, heads, key_heads, q_stride, k_stride, v_stride, HALF: tl.constexpr,
@@ -104,6 +105,7 @@ def _returned_heads(
         tl.store(out + at + HALF, of_second, mask=inside)
 
 
+@remembered
 @triton.jit
 def _turned_back_kernel(
     of_q, of_k, of_v, cos, sin, place, copies, out, heads, key_heads, shared, count, HALF: tl.constexpr,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lit_qrl.formats.kernels.fp8_triton import _greater, _low, _quotient, _weight_scale
 from lit_qrl.formats.numerics import INT4_STEPS
-from lit_qrl.functional._launch import pieces
+from lit_qrl.functional._launch import pieces, remembered
 
 INT4, FP4, NF4 = 0, 1, 2
 # Words of eight codes that a program takes, and its warps: the fastest of what `benchmarks/low_bit.py` tries.
@@ -28,6 +28,7 @@ _STEPS = tl.constexpr(INT4_STEPS)
 _E2M1 = tl.constexpr(0x0C8643210)
 
 
+@remembered
 @triton.jit
 def _values_kernel(
     packed, scales, divisor, table, out, words, per_divisor, KIND: tl.constexpr, E8M0: tl.constexpr,
@@ -100,6 +101,7 @@ def values(
     return out
 
 
+@remembered
 @triton.jit
 def _scaled_kernel(
     codes, scales, out, columns, down, across, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr
@@ -137,6 +139,7 @@ def scaled_values(codes: Tensor, scales: Tensor, dtype: torch.dtype, block: tupl
     return out
 
 
+@remembered
 @triton.jit
 def _int4_kernel(
     w, packed, scales, groups, eps, LOW: tl.constexpr, BF16: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr

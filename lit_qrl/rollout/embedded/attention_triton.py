@@ -13,12 +13,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lit_qrl.functional._launch import remembered
+
 PART, PARTS = 256, 64
 """Fewest keys of a part, and most parts of a row."""
 BLOCK = 64
 """Keys that a program reads at once."""
 
 
+@remembered
 @triton.jit
 def _write_kernel(
     key, value, keys, values, last, key_row, key_head, value_row, value_head, keys_row, keys_head, keys_column,
@@ -51,6 +54,7 @@ def write(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, last: Tensor
     )  # fmt: skip
 
 
+@remembered
 @triton.jit
 def _part_kernel(
     query, keys, values, last, out, weight, scale, groups, query_row, query_head, keys_row, keys_head, keys_column,
@@ -104,6 +108,7 @@ def _part_kernel(
         )
 
 
+@remembered
 @triton.jit
 def _whole_kernel(parts, weights, last, out, value_dim, count, part, PARTS: tl.constexpr, VALUE_DIM: tl.constexpr):
     """One head of one row: its parts by their weights."""

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lit_qrl.functional._launch import remembered
+
 PART = 2048
 """Words that a program reads."""
 
@@ -29,6 +31,7 @@ def _mass(scores, top):
     return tl.where(scores == float("-inf"), 0.0, tl.exp(scores - top))
 
 
+@remembered
 @triton.jit
 def _part_kernel(logits, tops, masses, words, row_stride, temperature, SIZE: tl.constexpr):
     """The largest score of a part, and the sum of its words' masses, of which that one has 1."""
@@ -40,6 +43,7 @@ def _part_kernel(logits, tops, masses, words, row_stride, temperature, SIZE: tl.
     tl.store(masses + place, tl.sum(_mass(scores, top), axis=0))
 
 
+@remembered
 @triton.jit
 def _draw_kernel(
     logits, tops, masses, uniform, tokens, logprobs, words, row_stride, count, temperature, PARTS: tl.constexpr,
