@@ -24,6 +24,7 @@ KERNELS = [
     "logprobs",
     "masters",
     "norm",
+    "remembered",
     "rotary",
     "rows",
     "tiles",
@@ -119,5 +120,5 @@ class Remembered:
 
 
 def remembered(kernel: Any) -> Any:
-    """Return a kernel as `Remembered`; under Triton's interpreter, which compiles none, itself."""
-    return Remembered(kernel) if hasattr(kernel, "device_caches") else kernel
+    """Return a kernel as `Remembered`; itself under Triton's interpreter, which compiles none."""
+    return Remembered(kernel) if hasattr(kernel, "device_caches") and triton_installed("remembered") else kernel

@@ -34,15 +34,16 @@ def as_matrices(stack: Tensor) -> Tensor:
     >>> as_matrices(torch.zeros(5, 6, 4)[1:, :3]).shape
     torch.Size([4, 3, 2])
     """
-    stack, one = stack.detach(), stack.element_size()
+    stack, one, number = stack.detach(), stack.element_size(), stack.shape[0]
     size = math.prod(stack.shape[1:]) * one
     width = next(width for width in _WORDS if size % width == 0)
-    if not stack[:1].is_contiguous() or stack.storage_offset() * one % width or stack.stride(0) * one % width:
+    whole = stack.is_contiguous() or stack[:1].is_contiguous()
+    if not whole or stack.storage_offset() * one % width or stack.stride(0) * one % width:
         stack = stack.clone(memory_format=torch.contiguous_format)
-    count, bits = size // width, stack[:1].reshape(-1).view(_WORDS[width])
+    count, bits = size // width, stack.as_strided((min(size // one, stack.numel()),), (1,)).view(_WORDS[width])
     # a number of columns that makes about a square: then the sums over rows and columns are both short
     columns = math.gcd(max(count, 1), 1 << max(max(count, 1).bit_length() // 2, 1))
-    return bits.as_strided((len(stack), count // columns, columns), (stack.stride(0) * one // width, columns, 1))
+    return bits.as_strided((number, count // columns, columns), (stack.stride(0) * one // width, columns, 1))
 
 
 def position_weights(start: int, count: int, device: torch.device) -> Tensor:
