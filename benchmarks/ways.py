@@ -38,6 +38,6 @@ class ThenFormat(RLCallback):
         if trainer.current_epoch != self.after:
             return
         (found,) = [one for one in trainer.callbacks if isinstance(one, WeightPublisher)]
-        found.publisher._disconnect()
+        found._disconnect()
         pl_module.data.engine.discard()
-        found.publisher.spec = replace(found.publisher.spec, format=formats.get(self.format))
+        found.spec = replace(found.spec, format=formats.get(self.format))

@@ -111,7 +111,7 @@ def parts(shape: str, row: Row, groups: int = GROUPS, completion: int = COMPLETI
     policy, held = learner(shape, row.trained != "full")
     format = None if row.sampler == "bf16" else formats.get(row.sampler)
     publisher = WeightPublisher(row.sampler)
-    publisher.publisher.spec = SamplerSpec(format=format)
+    publisher.spec = SamplerSpec(format=format)
     trainer: Any = SimpleNamespace(
         precision_plugin=NVFP4LoRA() if "nvfp4" in row.trained else Precision(),
         strategy=None,

@@ -221,7 +221,7 @@ def dtype_of(module: GRPOModule, trainer: Trainer, device: torch.device) -> torc
 
 def spec_of(trainer: Trainer) -> SamplerSpec:
     """Return the spec of the run's sampler."""
-    return next(one.publisher.spec for one in trainer.callbacks if isinstance(one, WeightPublisher))  # pyright: ignore
+    return next(one.spec for one in trainer.callbacks if isinstance(one, WeightPublisher))  # pyright: ignore
 
 
 def tensors(module: GRPOModule, trainer: Trainer, device: torch.device) -> Tensors:

@@ -372,7 +372,7 @@ class QRLCLI(LightningCLI):
 
     def _evaluated(self) -> str:
         """Return what an evaluation was of, and where its numbers are."""
-        publisher = next(one.publisher for one in self.trainer.callbacks if isinstance(one, callbacks.WeightPublisher))  # pyright: ignore
+        publisher = next(one for one in self.trainer.callbacks if isinstance(one, callbacks.WeightPublisher))  # pyright: ignore
         sets = (f"{len(one.problems)} of {one.name or one.task.name}" for one in self.datamodule.evaluations)
         kept = f"; kept in {shown(self.trainer.default_root_dir)}/{METRICS_FILE}" if self.trainer.loggers else ""
         return f"Problems: {', '.join(sets)}; format: {publisher.evaluated_in}{kept}."

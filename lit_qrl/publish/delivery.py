@@ -1,13 +1,18 @@
-"""One stream to the engine, and the comparison of what was sent with what it holds."""
+"""One stream to the engine, the comparison of what was sent with what it holds, and what is told of both."""
 
+import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, Literal
 
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
-from lit_qrl.errors import within_memory
+from lit_qrl.errors import listed, within_memory
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.formats.dense import Dense
 from lit_qrl.precision.source import Change, WeightSource
@@ -24,6 +29,7 @@ from lit_qrl.receipts.ledger import (
     compare_receipts,
 )
 from lit_qrl.rollout.engine import LendsWeights, Pauses, RolloutEngine, TakesAdapter
+from lit_qrl.run.event_log import tell
 from lit_qrl.run.imports import uncollected
 
 Stream = Iterator[tuple[str, Tensor]]
@@ -121,6 +127,42 @@ def weigh(report: PublishReport, sent: Ledger, shapes: Mapping[str, tuple[int, i
         key = name if name in report.layers else f"{layer}.weight"
         report.sizes[key] = report.sizes.get(key, 0) + size
     report.quantized_share = quantized / max(quantized + plain, 1)
+
+
+def loaded(report: PublishReport) -> str:
+    """Return the formats that the sampler was loaded in, the one with most bytes first.
+
+    >>> layers, sizes = {"a.weight": "int4_group", "norm": "fp32"}, {"a.weight": 10, "norm": 4}
+    >>> loaded(PublishReport(version=0, seconds=0.1, bytes=14, layers=layers, sizes=sizes))
+    'int4_group, the rest fp32'
+    """
+    sizes = Counter[str]()
+    for name, format in report.layers.items():
+        sizes[format] += report.sizes.get(name, 0)
+    first, *rest = [format for format, _ in sizes.most_common()] or [""]
+    return f"{first}, the rest {' and '.join(rest)}" if rest else first
+
+
+@rank_zero_only
+def write_layers(folder: Path, report: PublishReport) -> None:
+    """Write `publish.json`: the format that every tensor of the first publish was loaded in, its bytes, the shares."""
+    folder.mkdir(parents=True, exist_ok=True)
+    keys = ("version", "bytes", "quantized_share", "verified_share", "layers", "sizes")
+    unverified = [] if report.received is None else report.received.unread
+    content = {**{key: getattr(report, key) for key in keys}, "unverified": unverified}
+    (folder / "publish.json").write_text(json.dumps(content, indent=1))
+
+
+def tell_shares(trainer: Trainer, format: NumberFormat | None, report: PublishReport) -> None:
+    """Print, and note in the diary, how much of the model the sampler has in the format and how much was verified."""
+    what = "the learner's dtype" if format is None else format.name
+    share = 1.0 if format is None or isinstance(format, Dense) else report.quantized_share
+    unread = [] if report.received is None else report.received.unread
+    left = f", not {listed(unread, 2)}" if report.verified_share < 1 and unread else ""
+    matched = f"checksums of {report.verified_share:.1%} of the bytes match{left}"
+    line = f"Sampler: {share:.1%} of the parameters in {what}; {matched}."
+    shares = {"quantized_share": report.quantized_share, "verified_share": report.verified_share}
+    tell(trainer, "sampler", line, **shares)
 
 
 class AdapterBeside:

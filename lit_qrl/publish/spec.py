@@ -2,8 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
@@ -30,42 +29,12 @@ from lit_qrl.strategies.colocated import check_phases
 
 log = logging.getLogger(__name__)
 
-OnHang = Callable[[str], None]
-"""Called with a sentence when the engine hangs, which ends the process after it."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class PublishSettings:
-    """The arguments of `WeightPublisher`, which explains them; a `format` of None is `auto`.
-
-    Raises:
-        ConfigError: for a number that is out of range.
-    """
-
-    format: NumberFormat | None = None
-    every_n_iterations: int = 1
-    evaluation_format: Literal["auto", "learner", "rollout"] = "auto"
-    exclude: tuple[str, ...] = ()
-    quantize_head: bool = False
-    unaligned: bool = False
-    on_fault: Literal["stop", "retry"] = "stop"
-    lora: Literal["auto", "merged", "adapter"] = "auto"
-    probe_every: int = 50
-    max_restarts: int = 2
-
-    def __post_init__(self) -> None:
-        if self.every_n_iterations < 1:
-            raise ConfigError("publisher.every_n_iterations is too small.", expected="at least 1")
-        for name in ("probe_every", "max_restarts"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"publisher.{name} is negative.", expected="0 or more", given=getattr(self, name))
-
-
-def sampler_spec(settings: PublishSettings, learner: Learner, on_hang: OnHang) -> SamplerSpec:
+def sampler_spec(settings: Any, learner: Learner, on_hang: Callable[[str], None]) -> SamplerSpec:
     """Return the spec of a run's sampler, checked against precision plugin, policy, strategy and engine.
 
     Args:
-        settings: the publisher's.
+        settings: the `WeightPublisher`, whose arguments say what is published; a `format` of None is `auto`.
         learner: with policy, data module and Trainer; no weight need be loaded.
         on_hang: of the spec.
 
@@ -185,7 +154,7 @@ def in_one_order(format: NumberFormat | None) -> NumberFormat | None:
 
 
 def _check_same_arithmetic(
-    settings: PublishSettings, format: NumberFormat | None, aligned: NumberFormat | None, learner: Learner
+    settings: Any, format: NumberFormat | None, aligned: NumberFormat | None, learner: Learner
 ) -> None:
     """Raise `ConfigError` where learner and sampler multiply differently, so that no kernel could make them equal."""
     plugin = learner.trainer.precision_plugin

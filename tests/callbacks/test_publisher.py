@@ -23,7 +23,7 @@ def test_numbering_and_bound_survive_a_checkpoint(tmp_path):
     state = callback.state_dict()
     fresh = WeightPublisher()
     fresh.load_state_dict(state)
-    assert fresh.state_dict() == state == {"version": 1, "probe": callback.publisher.baseline}
+    assert fresh.state_dict() == state == {"version": 1, "probe": callback.baseline}
     assert state["probe"] > 0
     fresh.load_state_dict({"version": 7})  # of before the probe had a bound
     assert fresh.state_dict() == {"version": 7, "probe": None}

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from lit_qrl.callbacks import RLCallback
+from lit_qrl.callbacks.publisher import WeightPublisher
 from lit_qrl.errors import ConfigError, MemoryShortageError, StoppedError
-from lit_qrl.publish.publisher import Publisher
-from lit_qrl.publish.spec import PublishSettings
 from lit_qrl.receipts.ledger import Fault, PublishError
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.engine import EngineDiedError
@@ -224,7 +223,7 @@ def test_a_hang_leaves_a_diary_and_a_report(tmp_path, quick_plots):
 def repeat(folder, *errors, retries=0):
     """Publish where each attempt raises one of these, until none is left; return the attempts and what followed."""
     left, story = list(errors), []
-    publisher = Publisher(PublishSettings(on_fault="retry" if retries else "stop"))
+    publisher = WeightPublisher(on_fault="retry" if retries else "stop")
     trainer = SimpleNamespace(default_root_dir=str(folder), is_global_zero=True, current_epoch=0)
     publisher.learner = SimpleNamespace(trainer=trainer)
     publisher._connection = SimpleNamespace(forget=lambda: story.append("forgot"))

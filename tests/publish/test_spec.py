@@ -10,13 +10,13 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from peft import LoraConfig, get_peft_model
 
 from lit_qrl import formats
-from lit_qrl.callbacks import AIS
+from lit_qrl.callbacks import AIS, WeightPublisher
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats import MultipliedOut
 from lit_qrl.loop.contracts import Schedule
 from lit_qrl.objective import GRPO
 from lit_qrl.precision import NVFP4LoRA, QATAligned
-from lit_qrl.publish.spec import PublishSettings, compute_dtype, make_room, sampler_spec, source_of
+from lit_qrl.publish.spec import compute_dtype, make_room, sampler_spec, source_of
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.engine import RolloutEngine, SamplerSpec
 from lit_qrl.rollout.vllm import VLLMEngine
@@ -63,7 +63,7 @@ def spec(plugin=None, adapter=None, tied=False, engine=None, callbacks=(), sampl
         ),
         objective=GRPO(),
     )
-    return sampler_spec(PublishSettings(**settings), learner, print)
+    return sampler_spec(WeightPublisher(**settings), learner, print)
 
 
 def test_what_was_kept_is_asked_for_where_a_correction_compares_truncated_samples():
