@@ -16,4 +16,4 @@ class WideCacheEngine(TransformersEngine):
 
     def __init__(self, headroom: float = 1.0) -> None:
         super().__init__(kv_cache_dtype="fp8")
-        self.cache_scales.margin = headroom * MARGIN
+        self.cache_margin = headroom * MARGIN

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from lit_qrl.errors import ConfigError, check_choice
 from lit_qrl.formats.kernels import dispatch
 from lit_qrl.formats.numerics import E4M3_MAX, round_e4m3
 from lit_qrl.network.autocast import autocast_input
@@ -19,55 +18,66 @@ from lit_qrl.network.structure import body, cached
 
 CacheDtype = Literal["auto", "fp8"]
 MARGIN = 2.0
-"""How much larger than those that were seen a key or value may be; FP8 is as exact at half its range."""
+"""FP8 is as exact at half its range."""
 SEQUENCES = 8
 """Prompts that are looked at."""
 
 
-class Rounding:
-    """Rounds keys and values to E4M3, with one scale for the keys and one for the values of a layer.
+def rounded(numbers: Tensor, scale: Tensor) -> Tensor:
+    """Return what a cache of E4M3 numbers gives back of keys or values, in their dtype.
 
-    Args:
-        scales: "layers 2", fp32, on the device of keys and values.
-
-    >>> keys, values = Rounding(torch.tensor([[1.0, 0.5]]))(torch.tensor([17.0]), torch.tensor([0.3]), 0)
-    >>> keys.tolist(), values.tolist()
-    ([16.0], [0.3125])
+    >>> rounded(torch.tensor([17.0]), torch.tensor(1.0)), rounded(torch.tensor([0.3]), torch.tensor(0.5))
+    (tensor([16.]), tensor([0.3125]))
     """
-
-    def __init__(self, scales: Tensor) -> None:
-        self.scales = scales
-
-    def __call__(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Return what a cache of E4M3 numbers gives back of a layer's keys and values, in their dtype."""
-        return _rounded(keys, self.scales[layer, 0]), _rounded(values, self.scales[layer, 1])
-
-
-def _rounded(numbers: Tensor, scale: Tensor) -> Tensor:
     codes = round_e4m3((numbers.float() / scale).clamp_(-E4M3_MAX, E4M3_MAX))
     return (codes * scale).to(numbers.dtype)
 
 
 class RoundedCache(Cache):
-    """A cache that keeps what `rounding` leaves of keys and values, or all of them where it is None."""
+    """A cache that keeps what E4M3 leaves of keys and values, or all of them where there are no scales."""
 
-    rounding: Rounding | None = None
+    scales: Tensor | None = None
+    """"layers 2", fp32: of a layer's keys, and of its values."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Keep new keys and values, and return all that the layer holds."""
-        if self.rounding is not None:
-            key_states, value_states = self.rounding(key_states, value_states, layer_idx)
+        if self.scales is not None:
+            keys, values = self.scales[layer_idx]
+            key_states, value_states = rounded(key_states, keys), rounded(value_states, values)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
 class ScoringCache(RoundedCache, DynamicCache):
     """The cache of one forward pass over whole sequences."""
 
-    def __init__(self, rounding: Rounding | None) -> None:
+    def __init__(self, scales: Tensor | None) -> None:
         super().__init__()
-        self.rounding = rounding
+        self.scales = scales
+
+
+@torch.no_grad()
+def scales_of(network: Any, sequences: Sequence[Sequence[int]], margin: float = MARGIN) -> Tensor:
+    """Return the scales "layers 2" at which E4M3 holds the largest key and value of each layer.
+
+    Args:
+        network: the sampler's Hugging Face model.
+        sequences: of which the first ones are looked at.
+        margin: how much larger than these a key or value may be.
+    """
+    sequences = sequences[:SEQUENCES]
+    lengths = torch.tensor([len(one) for one in sequences])
+    tokens = torch.tensor([[*one, *[0] * (int(lengths.max()) - len(one))] for one in sequences])
+    device = network.get_input_embeddings().weight.device
+    cache = DynamicCache()
+    body(network)(input_ids=tokens.to(device), **cached(network, cache))
+    # what stands behind a sequence's end is seen by nothing before it, and does not count
+    filler = (torch.arange(tokens.shape[1]) >= lengths[:, None])[:, None, :, None].to(device)
+    kept: list[tuple[Tensor, Tensor]] = [(layer.keys, layer.values) for layer in cache.layers]  # pyright: ignore
+    found = [torch.stack([part.float().masked_fill(filler, 0).abs().amax() for part in pair]) for pair in kept]
+    largest = torch.stack(found)
+    return torch.where(largest > 0, largest, 1.0) * (margin / E4M3_MAX)
 
 
 class SlotLayer(CacheLayerMixin):
@@ -141,13 +151,13 @@ class SlotCache(RoundedCache):
         layers: number of layers.
         capacity: rows allocated.
         columns: allocated for each.
-        rounding: of what is kept; None keeps it as it comes.
+        scales: of what is kept in E4M3; None keeps it as it comes.
     """
 
     kind = SlotLayer
 
-    def __init__(self, layers: int, capacity: int, columns: int, rounding: Rounding | None = None) -> None:
-        self.capacity, self.columns, self.rounding = capacity, columns, rounding
+    def __init__(self, layers: int, capacity: int, columns: int, scales: Tensor | None = None) -> None:
+        self.capacity, self.columns, self.scales = capacity, columns, scales
         self.rows, self.filled = capacity, 0
         self.at: Tensor | None = None
         super().__init__(layers=[self.kind(self) for _ in range(layers)])
@@ -196,9 +206,6 @@ class SlotCache(RoundedCache):
             device = held.slots[0].keys.device
             targets = torch.tensor(chosen, device=device)
             sources = torch.tensor([rows[target].row for target in chosen], device=device)
-            begin = rows[chosen[0]].start
-            # Where the conversations are of one length, whole columns are copied.
-            alike = all(counts[target] == ends and rows[target].start == begin for target in chosen)
             first = torch.tensor([[ends - counts[target]] for target in chosen], device=device)
             start = torch.tensor([[rows[target].start] for target in chosen], device=device)
             columns = torch.arange(ends, device=device)
@@ -208,10 +215,7 @@ class SlotCache(RoundedCache):
                 if not new.is_initialized:
                     new.lazy_initialization(old.keys, old.values)
                 for source, target in ((old.keys, new.keys), (old.values, new.values)):
-                    if alike:
-                        taken = source[:, :, begin : begin + ends].index_select(0, sources)
-                    else:
-                        taken = source[sources[:, None], :, columns].transpose(1, 2).masked_fill(empty, 0)
+                    taken = source[sources[:, None], :, columns].transpose(1, 2).masked_fill(empty, 0)
                     target[:, :, :ends].index_copy_(0, targets, taken)
 
 
@@ -237,61 +241,3 @@ class HeldRow:
         if list(self.tokens[:most]) == list(sequence[:most]):
             return most
         return next(index for index in range(most) if self.tokens[index] != sequence[index])
-
-
-class CacheScales:
-    """The scales of an engine's cache.
-
-    Args:
-        dtype: of the cache: `auto` is the model's and has none, `fp8` is E4M3.
-    """
-
-    def __init__(self, dtype: CacheDtype) -> None:
-        check_choice("data.engine.kv_cache_dtype", dtype, ("auto", "fp8"))
-        self.quantized = dtype == "fp8"
-        self._rounding: Rounding | None = None
-
-    def check(self, invariant: bool) -> None:
-        """Raise `ConfigError` for rounded keys and values where every token is computed alike (`invariant`)."""
-        if self.quantized and invariant:
-            raise ConfigError(
-                "An FP8 KV cache cannot be had beside data.engine.batch_invariant.",
-                expected="data.engine.kv_cache_dtype: auto",
-                given="fp8",
-                remedy="batch_invariant needs a learner that attends to the sampler's keys and values. Leave one of "
-                "the two out.",
-            )
-
-    def forget(self) -> None:
-        """Take new scales before anything is drawn: the weights are others."""
-        self._rounding = None
-
-    def of(self, network: Any, sequences: Sequence[Sequence[int]], keep: bool = True) -> Rounding | None:
-        """Return how keys and values are rounded; None where they are kept as they are.
-
-        Args:
-            network: the sampler's Hugging Face model.
-            sequences: that are asked for; those of the first call after `forget` give the scales.
-            keep: those scales are for later calls too.
-        """
-        if not self.quantized:
-            return None
-        rounding = self._rounding or Rounding(self._scales(network, sequences[:SEQUENCES]))
-        if keep:
-            self._rounding = rounding
-        return rounding
-
-    @torch.no_grad()
-    def _scales(self, network: Any, sequences: Sequence[Sequence[int]]) -> Tensor:
-        """Return the scales "layers 2" that hold the largest key and value of each layer, with the margin."""
-        lengths = torch.tensor([len(one) for one in sequences])
-        tokens = torch.tensor([[*one, *[0] * (int(lengths.max()) - len(one))] for one in sequences])
-        device = network.get_input_embeddings().weight.device
-        cache = ScoringCache(None)
-        body(network)(input_ids=tokens.to(device), **cached(network, cache))
-        # what stands behind a sequence's end is seen by nothing before it, and does not count
-        filler = (torch.arange(tokens.shape[1]) >= lengths[:, None])[:, None, :, None].to(device)
-        kept: list[tuple[Tensor, Tensor]] = [(layer.keys, layer.values) for layer in cache.layers]  # pyright: ignore
-        found = [torch.stack([part.float().masked_fill(filler, 0).abs().amax() for part in pair]) for pair in kept]
-        largest = torch.stack(found)
-        return torch.where(largest > 0, largest, 1.0) * (MARGIN / E4M3_MAX)

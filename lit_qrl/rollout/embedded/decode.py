@@ -20,7 +20,7 @@ from torch import Tensor
 from lit_qrl.network.head import SamplerHead
 from lit_qrl.network.routing import Routing, routers, unrouted
 from lit_qrl.network.structure import body, cached
-from lit_qrl.rollout.embedded.cache import HeldRow, Rounding, SlotCache
+from lit_qrl.rollout.embedded.cache import HeldRow, SlotCache
 from lit_qrl.rollout.embedded.sampling import TokenSampler
 from lit_qrl.rollout.graphs import Trust, recorded
 from lit_qrl.types import Completion, SamplingParams
@@ -313,7 +313,7 @@ class Decoder:
         head_dtype: that the output head computes in; None is its own.
         routes: record which experts every token takes; static batching alone.
         kept: record the ids among which every token is drawn; likewise.
-        rounding: of the keys and values that the cache keeps; None keeps them as they are.
+        scales: of keys and values that the cache keeps in E4M3; None keeps them as they are.
         trust: what is known of recorded steps, and the memory of former ones, for continuous batching; a CPU launches
             every step. None is static batching.
     """
@@ -325,11 +325,11 @@ class Decoder:
         head_dtype: torch.dtype | None = None,
         routes: bool = False,
         kept: bool = False,
-        rounding: Rounding | None = None,
+        scales: Tensor | None = None,
         trust: Trust | None = None,
     ) -> None:
         self.network, self.sampling, self.steps = network, sampling, sampling.max_tokens
-        self.kept, self.rounding, self.trust = kept, rounding, trust
+        self.kept, self.scales, self.trust = kept, scales, trust
         self.routers = routers(network) if routes else []
         self.head = SamplerHead.of(network, head_dtype)
         self.device = network.get_input_embeddings().weight.device
@@ -434,7 +434,7 @@ class Decoder:
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.warm: set[int] = set()
         self._staging = [torch.empty(2, slots, dtype=torch.long, pin_memory=self._cuda) for _ in range(2)]
-        self.cache = SlotCache(self.layers, slots, self.width + self.steps, self.rounding)
+        self.cache = SlotCache(self.layers, slots, self.width + self.steps, self.scales)
         self.cache.filled, self.cache.at = self.width, None if self.static else self.state.column
         self.columns = torch.arange(self.cache.columns, device=self.device)
         self.tokens = torch.zeros(rows + 1, self.steps, dtype=torch.long, device=self.device)
@@ -488,7 +488,7 @@ class Decoder:
         new = width
         if known:
             new = max(len(one) - (known[row].shared(one) if row in known else 0) for row, one in enumerate(sequences))
-        cache = SlotCache(self.layers, count, width, self.rounding)
+        cache = SlotCache(self.layers, count, width, self.scales)
         if new < width:
             cache.restore(known, [max(0, len(one) - new) for one in sequences], width - new)
             cache.filled = width - new

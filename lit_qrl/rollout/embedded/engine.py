@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lit_qrl.errors import ConfigError
+from lit_qrl.errors import ConfigError, check_choice
 from lit_qrl.network.invariant import batch_invariant, check_invariant
 from lit_qrl.network.memory import free_memory
 from lit_qrl.network.routing import routers
@@ -16,7 +16,7 @@ from lit_qrl.network.structure import ATTENTION_KINDS, PLAIN_ATTENTION, body, ca
 from lit_qrl.precision.layers.one_pass import take_one_pass
 from lit_qrl.receipts.ledger import PublishReport, ReceivedLedger
 from lit_qrl.rollout.embedded.attention import FOLDED, take_norms
-from lit_qrl.rollout.embedded.cache import CacheDtype, CacheScales, HeldRow, ScoringCache, SlotCache
+from lit_qrl.rollout.embedded.cache import MARGIN, CacheDtype, HeldRow, ScoringCache, SlotCache, scales_of
 from lit_qrl.rollout.embedded.decode import Decoder, Drawn, Piece, Random, numbers_of, plan, windowed
 from lit_qrl.rollout.embedded.loading import Modules
 from lit_qrl.rollout.embedded.sampler import UNLIMITED, EmbeddedSampler, computed
@@ -82,11 +82,19 @@ class TransformersEngine(EmbeddedSampler):
         self.batch_invariant, self._checked = batch_invariant, False
         self.cuda_graphs: CudaGraphs = cuda_graphs
         self.trust, self.continuous = Trust(), False
-        self.kv_cache_dtype, self.cache_scales = kv_cache_dtype, CacheScales(kv_cache_dtype)
+        check_choice("data.engine.kv_cache_dtype", kv_cache_dtype, ("auto", "fp8"))
+        self.kv_cache_dtype, self._scales = kv_cache_dtype, None
 
     def validate(self, spec: SamplerSpec) -> None:
         super().validate(spec)
-        self.cache_scales.check(self.batch_invariant)
+        if self.kv_cache_dtype == "fp8" and self.batch_invariant:
+            raise ConfigError(
+                "An FP8 KV cache cannot be had beside data.engine.batch_invariant.",
+                expected="data.engine.kv_cache_dtype: auto",
+                given="fp8",
+                remedy="batch_invariant needs a learner that attends to the sampler's keys and values. Leave one of "
+                "the two out.",
+            )
 
     def check_model(self, network: nn.Module) -> None:
         """Raise `ConfigError` for a model with layers that carry a state from token to token beside keys and values."""
@@ -99,6 +107,8 @@ class TransformersEngine(EmbeddedSampler):
             )
 
     records_kept = hands_out = True
+    cache_margin: float = MARGIN
+    """How much larger than those that were seen a key or value in an FP8 cache may be."""
 
     def check_routes(self, user: str) -> None:
         """Do nothing: what a model's routers choose is seen as it decodes."""
@@ -125,7 +135,7 @@ class TransformersEngine(EmbeddedSampler):
 
     def loaded(self, modules: Modules) -> None:
         """Check once for each setup that tokens compute alike in every batch, where they have to."""
-        self.cache_scales.forget()
+        self._scales = None
         if not self.batch_invariant or self._checked:
             return
         network: Any = modules.network
@@ -137,7 +147,7 @@ class TransformersEngine(EmbeddedSampler):
         self._checked = True
 
     def _partial(self, received: ReceivedLedger, start: float) -> PublishReport:
-        self.cache_scales.forget()
+        self._scales = None
         return super()._partial(received, start)
 
     # ----------------------------------------------------------------------------------------------------- generation
@@ -202,9 +212,11 @@ class TransformersEngine(EmbeddedSampler):
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, rollout: bool, trust: Trust | None = None
     ) -> Decoder:
         self._check(prompts, sampling)
-        rounding = self.cache_scales.of(self.network, prompts) if rollout else None
+        scales = None
+        if rollout:
+            scales = self._scales = self.cache_scales(prompts)
         kept = self.spec.kept and rollout
-        return Decoder(self.network, sampling, self.spec.head_dtype, self.spec.routes, kept, rounding, trust)
+        return Decoder(self.network, sampling, self.spec.head_dtype, self.spec.routes, kept, scales, trust)
 
     def _plan(self, prompts: Sequence[Sequence[int]], n: int, steps: int, room: int) -> Iterator[list[Piece]]:
         return plan([len(prompt) for prompt in prompts], n, steps, room, self.max_batch, not self.batch_invariant)
@@ -260,8 +272,14 @@ class TransformersEngine(EmbeddedSampler):
         self.trust = Trust()  # the last graph keeps memory
 
     def scoring_caches(self, sequences: Sequence[Sequence[int]]) -> Callable[[], Any]:
-        rounding = self.cache_scales.of(self.network, sequences, keep=False)
-        return lambda: None if rounding is None else ScoringCache(rounding)
+        scales = self.cache_scales(sequences)
+        return lambda: None if scales is None else ScoringCache(scales)
+
+    def cache_scales(self, sequences: Sequence[Sequence[int]]) -> Tensor | None:
+        """Return the scales of an FP8 cache: those of the first rollout since the weights came, else of `sequences`."""
+        if self.kv_cache_dtype == "auto" or self._scales is not None:
+            return self._scales
+        return scales_of(self.network, sequences, self.cache_margin)
 
 
 def unfit(network: Any) -> str | None:

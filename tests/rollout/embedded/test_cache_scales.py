@@ -6,7 +6,7 @@ from transformers.cache_utils import DynamicCache
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.network.structure import cached
-from lit_qrl.rollout.embedded.cache import MARGIN, CacheScales, Rounding
+from lit_qrl.rollout.embedded.cache import MARGIN, rounded
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.engine import SamplerSpec
 from lit_qrl.types import SamplingParams
@@ -66,18 +66,17 @@ def expected(network, sequence, largest):
 def test_numbers_are_rounded_as_a_cast_rounds_them_and_saturate():
     generator = torch.Generator().manual_seed(0)
     keys, values = torch.randn(2, 3, 2, 700, 4, generator=generator) * torch.logspace(-6, 3, 4)
-    scales = torch.tensor([[1.0, 1.0], [0.25, 3.0]])
-    for numbers, found, scale in zip((keys, values), Rounding(scales)(keys, values, 1), (0.25, 3.0), strict=True):
-        cast = (numbers / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
-        torch.testing.assert_close(found, cast, rtol=0, atol=0)
+    for numbers, scale in ((keys, 0.25), (values, 3.0)):
+        found, cast = rounded(numbers, torch.tensor(scale)), (numbers / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+        torch.testing.assert_close(found, cast.float() * scale, rtol=0, atol=0)
     assert found.abs().max() == 448 * 3.0
-    assert Rounding(scales)(keys.bfloat16(), values, 0)[0].dtype == torch.bfloat16
+    assert rounded(keys.bfloat16(), torch.tensor(1.0)).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("cuda_graphs", [False, True], ids=["batches", "slots"])
 def test_rollouts_are_drawn_over_rounded_keys_and_values_and_evaluations_are_not(network, cuda_graphs):
     engine, plain = engine_of(network, cuda_graphs=cuda_graphs), engine_of(network)
-    plain.cache_scales = CacheScales("auto")
+    plain.kv_cache_dtype, plain._scales = "auto", None
     largest = largest_of(network, PROMPTS)
     drawn = engine.generate(PROMPTS, 3, seed=1)
     gaps = []
@@ -101,7 +100,7 @@ def test_scales_follow_the_weights_and_a_probe_leaves_none_behind(network):
     engine = engine_of(network)
     engine.score([[9, 9, 9, 2]])
     before = engine.generate(PROMPTS, 2, seed=3)
-    torch.testing.assert_close(engine.cache_scales._rounding.scales, largest_of(network, PROMPTS) * MARGIN / 448)
+    torch.testing.assert_close(engine._scales, largest_of(network, PROMPTS) * MARGIN / 448)
     with torch.no_grad():  # the same function, with values that the old scales would round to nothing
         for layer in network.model.layers:
             layer.self_attn.v_proj.weight.mul_(2.0**-12)
@@ -110,12 +109,12 @@ def test_scales_follow_the_weights_and_a_probe_leaves_none_behind(network):
     after = engine.generate(PROMPTS, 2, seed=3)
     assert [one.token_ids for one in after] == [one.token_ids for one in before]
     assert [one.logprobs for one in after] == [one.logprobs for one in before]
-    kept = engine.cache_scales._rounding
+    kept = engine._scales
     engine.generate([[7]], 1, seed=0)
-    assert engine.cache_scales._rounding is kept
+    assert engine._scales is kept
     name = next(name for name, one in network.named_parameters() if "norm" in name)
     engine.perturb(iter([(name, network.get_parameter(name).detach() * 2)]), 2)
-    assert engine.cache_scales._rounding is None
+    assert engine._scales is None
 
 
 def test_what_cannot_be_beside_it_is_refused():
@@ -133,5 +132,5 @@ def test_on_a_gpu_rollouts_are_drawn_over_rounded_keys_and_values(network, cuda_
     assert not engine.trust.broken
     assert drawn == engine.generate(PROMPTS, 64, seed=1)
     apart = scored_apart(engine, drawn, 64)
-    engine.cache_scales = CacheScales("auto")
+    engine.kv_cache_dtype, engine._scales = "auto", None
     assert apart < min(0.1, scored_apart(engine, drawn, 64))

@@ -2,7 +2,6 @@ import pytest
 import torch
 
 from lit_qrl.rollout.embedded import sampler as scoring
-from lit_qrl.rollout.embedded.cache import Rounding
 from tests.networks import build_network
 from tests.rollout.embedded.test_engine import engine_of
 
@@ -13,7 +12,7 @@ SEQUENCES = [[5, 6, 7, 8, 9, 2], [4, 4], [3, 3, 12, 1], [10, 11, 6]]
 def test_scores_are_those_of_each_sequence_alone_however_few_fit_at_once(rounded, monkeypatch):
     network = build_network()
     engine = engine_of(network, kv_cache_dtype="fp8" if rounded else "auto")
-    engine.cache_scales._rounding = Rounding(torch.full((len(network.model.layers), 2), 1e-3))
+    engine._scales = torch.full((len(network.model.layers), 2), 1e-3) if rounded else None
     together, plain = engine.score(SEQUENCES), engine_of(network).score(SEQUENCES)
     monkeypatch.setattr(scoring, "SCORE_TOKENS", 7)
     apart = engine.score(SEQUENCES)
