@@ -28,7 +28,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 
 from lit_qrl.data.tasks.sudoku import CELLS, Sudoku
 from lit_qrl.rollout.diffusion.decode import Denoiser
-from lit_qrl.rollout.embedded.decode import Piece
 from lit_qrl.types import SamplingParams
 
 ROOT = Path(__file__).parents[2]
@@ -143,10 +142,10 @@ def evaluate(
     task.setup()
     rows = task.evaluation_rows()
     prompts = [tokenizer(str(task.prompt(row))).input_ids for row in rows]
-    pieces = [Piece(i, 0, 1, len(prompt)) for i, prompt in enumerate(prompts)]
     sampling = SamplingParams(max_tokens=CELLS, temperature=temperature)
     denoiser = Denoiser(network.eval(), sampling, block=CELLS, steps=CELLS // 2)
-    drawn = denoiser.run(prompts, pieces, lambda prompt, index: seed * len(prompts) + prompt, lambda *done: None)
+    every = range(len(prompts))
+    drawn = denoiser.run(prompts, 1, every, lambda prompt, index: seed * len(prompts) + prompt, lambda *done: None)
     answers = [tokenizer.decode(answer) for answer in drawn.tokens.tolist()]
     return sum(answer == row["Solution"] for answer, row in zip(answers, rows, strict=True)) / len(rows)
 

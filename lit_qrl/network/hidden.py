@@ -61,7 +61,8 @@ def _routing(
     network: Any, given: Tensor | None, routes: bool, batch: RolloutBatch
 ) -> AbstractContextManager[Routing | None]:
     gates = batch.router_logprobs is not None
-    return Routing(network, given, gates=gates) if routes or gates or given is not None else nullcontext()
+    asked = routes or gates or given is not None
+    return Routing(network, given, gates=gates).applied() if asked else nullcontext()
 
 
 def _padded(network: Any, batch: RolloutBatch, routes: bool) -> ScoredHidden:

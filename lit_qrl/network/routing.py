@@ -175,7 +175,7 @@ class Routing:
     >>> sizes = {"vocab_size": 8, "hidden_size": 8, "head_dim": 4, "num_attention_heads": 2, "num_key_value_heads": 2}
     >>> sizes |= {"num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 2}
     >>> network = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes))
-    >>> with Routing(network) as routing:
+    >>> with Routing(network).applied() as routing:
     ...     _ = network(input_ids=torch.tensor([[1, 2, 3]]))
     >>> tuple(routing.own.shape), routing.own.dtype
     ((3, 2, 2), torch.uint8)
@@ -219,16 +219,8 @@ class Routing:
             return None
         return torch.stack([self._gates[layer] for layer in range(len(self.routers))], dim=1)
 
-    def __enter__(self) -> "Routing":
-        self._within = self.applied()
-        self._within.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._within.__exit__(*error)
-
     @contextmanager
-    def applied(self) -> Iterator[None]:
+    def applied(self) -> Iterator["Routing"]:
         """Act on what runs inside, in this thread."""
         # by their dictionaries: each layer that is computed again comes here for all routers, and a module's own
         # __setattr__ takes ten times as long
@@ -238,7 +230,7 @@ class Routing:
             attributes["forward"] = partial(self._forward, layer, router.module.forward)
         token = _active.set(self)
         try:
-            yield
+            yield self
         finally:
             _active.reset(token)
             for attributes, forward in zip(held, former, strict=True):

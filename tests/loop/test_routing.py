@@ -118,7 +118,7 @@ def test_a_routing_leaves_a_patched_router_as_it_was(tmp_path):
     choose_otherwise(policy.network)
     gate = policy.network.model.layers[0].mlp.gate
     patched = gate.forward
-    with Routing(policy.network):
+    with Routing(policy.network).applied():
         assert gate.forward is not patched
     assert gate.forward is patched
 

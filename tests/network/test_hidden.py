@@ -32,7 +32,7 @@ def alone(network, batch, row):
     """Hidden states and own routes of one sequence by itself, every token on the experts that its row says."""
     tokens = PROMPTS[row] + COMPLETIONS[row]
     start = batch.tokens.shape[1] - batch.mask.shape[1] - len(PROMPTS[row])
-    with Routing(network, batch.routed_experts[row, start : start + len(tokens)]) as routing:
+    with Routing(network, batch.routed_experts[row, start : start + len(tokens)]).applied() as routing:
         hidden = network.model(torch.tensor([tokens])).last_hidden_state[0]
     return hidden[len(PROMPTS[row]) - 1 : -1], routing.own, slice(start, start + len(tokens) - 1)
 

@@ -49,11 +49,11 @@ def test_every_family_takes_the_given_experts_and_weighs_them_by_its_own_formula
     check_routers(network, "A test")
     found = routers(network)
     free = network(input_ids=TOKENS).logits
-    with Routing(network) as routing:
+    with Routing(network).applied() as routing:
         assert torch.equal(network(input_ids=TOKENS).logits, free)
     own = routing.own
     assert own.shape == (TOKENS.numel(), len(found), found[0].chosen)
-    with Routing(network, own) as again:
+    with Routing(network, own).applied() as again:
         assert torch.equal(network(input_ids=TOKENS).logits, free)
     assert torch.equal(again.own, own)
 
@@ -61,7 +61,7 @@ def test_every_family_takes_the_given_experts_and_weighs_them_by_its_own_formula
     assert bool(differing(own, routes).any())
     outputs = []
     hooks = [one.module.register_forward_hook(lambda *given: outputs.append(given[2])) for one in found]
-    with Routing(network, routes):
+    with Routing(network, routes).applied():
         forced = network(input_ids=TOKENS).logits
     assert (forced - free).abs().max() > 1e-3
     formula, logits_at, gates_at = FAMILIES[family]
@@ -91,7 +91,7 @@ def test_gradients_are_those_of_all_experts_masked_by_the_routes():
     network.set_experts_implementation("eager")  # the default takes no fp64
     routes = random_routes(TOKENS.numel())
     reference = route_by_masks(copy.deepcopy(network), routes)
-    with Routing(network, routes):
+    with Routing(network, routes).applied():
         logits = network(input_ids=TOKENS).logits
     expected = reference(input_ids=TOKENS).logits
     close = {"rtol": 1e-4, "atol": 1e-6}  # the router's softmax is in fp32
@@ -103,27 +103,27 @@ def test_gradients_are_those_of_all_experts_masked_by_the_routes():
 
 def test_a_checkpointed_layer_takes_the_same_experts_when_it_is_computed_again():
     network, routes = build_mixture(), random_routes(TOKENS.numel())
-    with Routing(network, routes):
+    with Routing(network, routes).applied():
         wanted = gradients(network, network(input_ids=TOKENS).logits.square().sum())
     network.train()
     network.gradient_checkpointing_enable(
         {"use_reentrant": False, "determinism_check": "none", "context_fn": recomputation}
     )
-    with Routing(network, routes):
+    with Routing(network, routes).applied():
         loss = network(input_ids=TOKENS).logits.square().sum()
     torch.testing.assert_close(gradients(network, loss), wanted)
 
 
 def test_tokens_without_a_route_go_where_the_router_says():
     network, routes = build_mixture(), random_routes(TOKENS.numel())
-    with Routing(network, torch.full_like(routes, 255)) as routing:
+    with Routing(network, torch.full_like(routes, 255)).applied() as routing:
         logits = network(input_ids=TOKENS).logits
     assert torch.equal(logits, network(input_ids=TOKENS).logits)
     some = routes.clone()
     some[4:] = 255  # the second row
-    with Routing(network, some):
+    with Routing(network, some).applied():
         mixed = network(input_ids=TOKENS).logits
-    with Routing(network, routes):
+    with Routing(network, routes).applied():
         forced = network(input_ids=TOKENS).logits
     torch.testing.assert_close(mixed[0], forced[0])
     torch.testing.assert_close(mixed[1], logits[1])
@@ -132,7 +132,7 @@ def test_tokens_without_a_route_go_where_the_router_says():
 
 def test_many_experts_take_two_bytes():
     network = build_mixture(num_experts=300, num_hidden_layers=1)
-    with Routing(network) as routing:
+    with Routing(network).applied() as routing:
         network(input_ids=TOKENS)
     assert routing.own.dtype == torch.int16
     assert int(routing.own.max()) > 255
@@ -160,7 +160,7 @@ def test_routes_that_do_not_fit_are_named():
         Routing(network, random_routes(8, chosen=3))
     with (
         pytest.raises(ValueError, match="routes of 7 tokens in a forward pass of 8"),
-        Routing(network, random_routes(7)),
+        Routing(network, random_routes(7)).applied(),
     ):
         network(input_ids=TOKENS)
     assert "forward" not in network.model.layers[0].mlp.gate.__dict__

@@ -112,7 +112,7 @@ def test_the_experts_that_tokens_took_come_with_them(family, start, built):
             assert (routes[-1] == 255).all()
             ids, first = torch.tensor([tokens], device="cuda"), len(asked[index // 3])
             for given, kept in ((routes.cuda(), near), (None, far)):
-                with torch.no_grad(), Routing(network, given) as routing:
+                with torch.no_grad(), Routing(network, given).applied() as routing:
                     logits = network(input_ids=ids).logits[0, first - 1 : -1].float()
                 said = logits.log_softmax(-1).gather(1, ids[0, first:, None])[:, 0].cpu()
                 kept.append((said - torch.tensor(one.logprobs)).abs())

@@ -14,7 +14,7 @@ from lit_qrl.network.denoising import Layout
 from lit_qrl.network.head import SamplerHead
 from lit_qrl.network.structure import cached
 from lit_qrl.rollout.diffusion.stack import Angles, CanvasCache, Stack
-from lit_qrl.rollout.embedded.decode import Drawn, Piece
+from lit_qrl.rollout.embedded.decode import Drawn
 from lit_qrl.rollout.embedded.sampling import truncate
 from lit_qrl.rollout.graphs import Trust, recorded
 from lit_qrl.types import SamplingParams
@@ -22,69 +22,6 @@ from lit_qrl.types import SamplingParams
 Reuse = Literal["none", "prompt", "blocks"]
 RowSeed = Callable[[int, int], int]
 """Gives the seed of a completion's noise, by the prompt's position and the completion's number among the prompt's."""
-
-
-class Drawer:
-    """Draws tokens of one masked-diffusion model.
-
-    Args:
-        network: the model.
-        sampling: temperature and truncation.
-        block: positions of a block.
-        head_dtype: that the output head computes in; None is its own.
-    """
-
-    def __init__(self, network: Any, sampling: SamplingParams, block: int, head_dtype: torch.dtype | None) -> None:
-        self.head, self.sampling = SamplerHead.of(network, head_dtype), sampling
-        embedding = network.get_output_embeddings()
-        self.device = network.get_input_embeddings().weight.device
-        self.mask_token: int = network.config.mask_token_id
-        self.words, self.block = embedding.weight.shape[0], block
-        limit = CHUNK_ELEMENTS.get(self.device.type, CHUNK_ELEMENTS["cpu"])
-        self.share = max(1, limit // (block * self.words))
-
-    @property
-    def greedy(self) -> bool:
-        """Whether there is no noise."""
-        return self.sampling.temperature == 0
-
-    def memory(self, rows: int) -> Tensor | None:
-        """Return where the noise of a step is written, "b block v"; None where it is drawn in parts, or not at all."""
-        if self.greedy or rows > self.share:
-            return None
-        return torch.empty(rows, self.block, self.words, dtype=torch.float64, device=self.device)
-
-    def draw(self, states: Tensor, uniform: Tensor | None, noise: list[torch.Generator]) -> tuple[Tensor, Tensor]:
-        """Return tokens and confidences "b block"; those of positions that are not masked mean nothing.
-
-        Args:
-            states: hidden states "b block h".
-            uniform: noise of the step in `memory`, already drawn; None draws what is needed.
-            noise: generator of each row.
-        """
-        tokens, sure = [], []
-        for begin in range(0, len(states), self.share):
-            rows = slice(begin, begin + self.share)
-            logits, given = self.head.logits(states[rows]), uniform
-            if given is None and not self.greedy:
-                given = torch.empty(logits.shape, dtype=torch.float64, device=self.device)
-                fill(given, noise[rows])
-            drawn, certainty = self._of(logits, given)
-            tokens.append(drawn)
-            sure.append(certainty)
-        return torch.cat(tokens), torch.cat(sure)
-
-    def _of(self, logits: Tensor, uniform: Tensor | None) -> tuple[Tensor, Tensor]:
-        truncated = self.sampling.truncated and not self.greedy
-        logits = logits.float()
-        logits.select(-1, self.mask_token).fill_(float("-inf"))
-        allowed = logits
-        if truncated:
-            scores = (logits / self.sampling.temperature).flatten(0, 1)
-            kept = truncate(scores, self.sampling.top_k, self.sampling.top_p).view_as(logits)
-            allowed = logits.masked_fill(kept == float("-inf"), float("-inf"))
-        chosen = gumbel_argmax(allowed, uniform, self.sampling.temperature)
-        return chosen, confidence(logits, chosen)
 
 
 def fill(uniform: Tensor, noise: list[torch.Generator]) -> None:
@@ -183,9 +120,13 @@ class Denoiser:
     ) -> None:
         self.network, self.sampling = network, sampling
         self.block, self.steps, self.reuse = block, steps, reuse
-        self.drawer, self.stack = Drawer(network, sampling, block, head_dtype), Stack.of(network)
+        self.head, self.stack = SamplerHead.of(network, head_dtype), Stack.of(network)
         self.device = network.get_input_embeddings().weight.device
         self.mask_token: int = network.config.mask_token_id
+        self.words, self.greedy = len(network.get_output_embeddings().weight), sampling.temperature == 0
+        limit = CHUNK_ELEMENTS.get(self.device.type, CHUNK_ELEMENTS["cpu"])
+        self.share = max(1, limit // (block * self.words))
+        """Rows whose tokens are drawn at once."""
         stops = () if sampling.ignore_stop else sampling.stop_token_ids
         self.stops = torch.tensor(stops, dtype=torch.long, device=self.device)
         self.graphs = graphs if self.stack is not None and self.device.type == "cuda" else None
@@ -195,7 +136,8 @@ class Denoiser:
     def run(
         self,
         prompts: Sequence[Sequence[int]],
-        pieces: list[Piece],
+        n: int,
+        numbers: Sequence[int],
         row_seed: RowSeed,
         report: Callable[[int, int], None],
     ) -> Denoised:
@@ -203,19 +145,19 @@ class Denoiser:
 
         Args:
             prompts: all prompts of the call.
-            pieces: the rows of this batch.
+            n: completions of each.
+            numbers: of those of this batch, prompt-major.
             row_seed: of each completion's noise.
             report: called after each block with (sequences ended in this batch, tokens unmasked in this batch).
         """
-        length, width = self.sampling.max_tokens, max(piece.length for piece in pieces)
-        counts = torch.tensor([piece.count for piece in pieces])
-        lengths, mask = [piece.length for piece in pieces], [self.mask_token]
-        given = [prompts[piece.prompt] for piece in pieces]
+        place = {prompt: place for place, prompt in enumerate(dict.fromkeys(number // n for number in numbers))}
+        given = [prompts[prompt] for prompt in place]
+        lengths, mask = list(map(len, given)), [self.mask_token]
+        length, width = self.sampling.max_tokens, max(lengths)
         start = torch.tensor([[*mask * (width - len(one)), *one, *mask * length] for one in given])
-        owner = torch.arange(len(pieces)).repeat_interleave(counts).to(self.device)
-        once = Layout.of(lengths, [length] * len(pieces), width, length, self.device)
-        seeds = [row_seed(piece.prompt, piece.first + i) for piece in pieces for i in range(piece.count)]
-        noise = [torch.Generator(self.device).manual_seed(seed) for seed in seeds]
+        owner = torch.tensor([place[number // n] for number in numbers], device=self.device)
+        once = Layout.of(lengths, [length] * len(given), width, length, self.device)
+        noise = [torch.Generator(self.device).manual_seed(row_seed(*divmod(number, n))) for number in numbers]
         canvas = self._canvas(start.to(self.device)[owner], once.rows(owner), noise)
         b, columns = len(owner), torch.arange(length, device=self.device)
         drawn = Denoised(
@@ -267,9 +209,15 @@ class Denoiser:
             masked=torch.ones(b, self.block, dtype=torch.bool, device=self.device),
             when=torch.zeros(b, self.block, dtype=torch.long, device=self.device),
             clock=torch.zeros((), dtype=torch.long, device=self.device),
-            uniform=self.drawer.memory(b),
+            uniform=self.memory(b),
             cache=None if self.reuse == "none" else CanvasCache(self.network.config.num_hidden_layers, tokens.shape[1]),
         )
+
+    def memory(self, rows: int) -> Tensor | None:
+        """Return where the noise of a step is written, "b block v"; None where it is drawn in parts, or not at all."""
+        if self.greedy or rows > self.share:
+            return None
+        return torch.empty(rows, self.block, self.words, dtype=torch.float64, device=self.device)
 
     def _fill(self, canvas: Canvas, first: int, states: Tensor | None) -> None:
         """Unmask the block of the canvas that begins at column `first`.
@@ -300,7 +248,7 @@ class Denoiser:
     def _replays(self, canvas: Canvas) -> bool:
         """Return whether a step of the canvas may be recorded: its noise is drawn before, for all rows."""
         known = self.graphs is not None and not self.graphs.broken
-        return known and (canvas.uniform is not None or self.drawer.greedy)
+        return known and (canvas.uniform is not None or self.greedy)
 
     def _launch(self, canvas: Canvas) -> None:
         """Take a step that is not a block's first."""
@@ -313,13 +261,44 @@ class Denoiser:
             canvas: whose noise of this step is drawn.
             states: hidden states "b block h".
         """
-        tokens, sure = self.drawer.draw(states, canvas.uniform, canvas.noise)
+        tokens, sure = self.draw(states, canvas.uniform, canvas.noise)
         chosen = most_confident(sure, canvas.masked, self.block // self.steps)
         block = torch.where(chosen, tokens, canvas.tokens.index_select(1, canvas.columns))
         canvas.tokens.index_copy_(1, canvas.columns, block)
         canvas.when.copy_(torch.where(chosen, canvas.clock, canvas.when))
         canvas.masked.logical_and_(~chosen)
         canvas.clock.add_(1)
+
+    def draw(self, states: Tensor, uniform: Tensor | None, noise: list[torch.Generator]) -> tuple[Tensor, Tensor]:
+        """Return tokens and confidences "b block"; those of positions that are not masked mean nothing.
+
+        Args:
+            states: hidden states "b block h".
+            uniform: noise of the step in `memory`, already drawn; None draws what is needed.
+            noise: generator of each row.
+        """
+        tokens, sure = [], []
+        for begin in range(0, len(states), self.share):
+            rows = slice(begin, begin + self.share)
+            logits, given = self.head.logits(states[rows]), uniform
+            if given is None and not self.greedy:
+                given = torch.empty(logits.shape, dtype=torch.float64, device=self.device)
+                fill(given, noise[rows])
+            drawn, certainty = self._of(logits, given)
+            tokens.append(drawn)
+            sure.append(certainty)
+        return torch.cat(tokens), torch.cat(sure)
+
+    def _of(self, logits: Tensor, uniform: Tensor | None) -> tuple[Tensor, Tensor]:
+        logits = logits.float()
+        logits.select(-1, self.mask_token).fill_(float("-inf"))
+        allowed = logits
+        if self.sampling.truncated and not self.greedy:
+            scores = (logits / self.sampling.temperature).flatten(0, 1)
+            kept = truncate(scores, self.sampling.top_k, self.sampling.top_p).view_as(logits)
+            allowed = logits.masked_fill(kept == float("-inf"), float("-inf"))
+        chosen = gumbel_argmax(allowed, uniform, self.sampling.temperature)
+        return chosen, confidence(logits, chosen)
 
     def _states(self, canvas: Canvas, whole: bool = False) -> Tensor:
         """Return the hidden states of the block under way, "b block h", of a `whole` forward or of what is not kept."""

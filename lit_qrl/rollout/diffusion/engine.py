@@ -15,7 +15,7 @@ from lit_qrl.network.memory import free_memory
 from lit_qrl.network.structure import cached_numbers
 from lit_qrl.precision.layers.one_pass import take_one_pass
 from lit_qrl.rollout.diffusion.decode import Denoised, Denoiser, Reuse
-from lit_qrl.rollout.embedded.decode import Piece, numbers_of, plan
+from lit_qrl.rollout.embedded.decode import plan
 from lit_qrl.rollout.embedded.sampler import SCORE_TOKENS, EmbeddedSampler, computed
 from lit_qrl.rollout.engine import EnginePolicy, Progress, SamplerSpec
 from lit_qrl.rollout.graphs import Trust
@@ -140,25 +140,25 @@ class DiffusionEngine(EmbeddedSampler):
         def seed_of(what: str, prompt: int, index: int) -> int:
             return derive_seed(seed, what, places[prompt], index)
 
-        def masks_of(pieces: list[Piece]) -> list[int]:
-            return [seed_of("mask", *divmod(number, n)) for number in numbers_of(pieces, n)]
+        def masks_of(rows: list[int]) -> list[int]:
+            return [seed_of("mask", *divmod(row, n)) for row in rows]
 
-        def draw(report: Progress, pieces: list[Piece], _: int) -> Denoised:
-            drawn = denoiser.run(prompts, pieces, partial(seed_of, "noise"), report)
-            batch = _batch_of(prompts, pieces, drawn, masks_of(pieces))
+        def draw(report: Progress, rows: list[int], _: int) -> Denoised:
+            drawn = denoiser.run(prompts, n, rows, partial(seed_of, "noise"), report)
+            batch = _batch_of([prompts[row // n] for row in rows], drawn, masks_of(rows))
             drawn.logprobs = self._estimate(batch, sampling.temperature or 1.0)
             return drawn
 
-        def read(pieces: list[Piece], drawn: Denoised) -> list[Completion]:
+        def read(rows: list[int], drawn: Denoised) -> list[Completion]:
             found = drawn.completions(self.version)
             steps = drawn.unmasked_at.tolist()
-            for one, seed, unmasked_at in zip(found, masks_of(pieces), steps, strict=True):
+            for one, seed, unmasked_at in zip(found, masks_of(rows), steps, strict=True):
                 one.mask_seed, one.drawn_over = seed, len(unmasked_at)
                 one.unmasked_at = unmasked_at[: len(one.token_ids)]
             return found
 
         batches = plan([len(p) for p in prompts], n, sampling.max_tokens, self._room(), self.max_batch)
-        return self._in_batches(batches, n, sampling.max_tokens, draw, read, progress)
+        return self._in_batches(prompts, n, batches, sampling.max_tokens, draw, read, progress)
 
     def _room(self) -> int:
         """Return how many tokens a forward has memory for."""
@@ -208,13 +208,10 @@ class DiffusionEngine(EmbeddedSampler):
         return logprobs
 
 
-def _batch_of(
-    prompts: Sequence[Sequence[int]], pieces: Sequence[Piece], drawn: Denoised, seeds: Sequence[int]
-) -> RolloutBatch:
-    """Return completions as a batch whose log-probs can be estimated."""
+def _batch_of(owners: Sequence[Sequence[int]], drawn: Denoised, seeds: Sequence[int]) -> RolloutBatch:
+    """Return completions, each with its prompt, as a batch whose log-probs can be estimated."""
     device, b = drawn.tokens.device, len(drawn.tokens)
-    width, length = max(piece.length for piece in pieces), drawn.tokens.shape[1]
-    owners = [prompts[piece.prompt] for piece in pieces for _ in range(piece.count)]
+    width, length = max(map(len, owners)), drawn.tokens.shape[1]
     prompt = torch.tensor([[*[0] * (width - len(one)), *one] for one in owners])
     mask = torch.arange(length, device=device) < drawn.length[:, None]
     nothing = torch.zeros(b, dtype=torch.float32, device=device)

@@ -8,7 +8,7 @@ take its place.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from itertools import islice
@@ -50,57 +50,10 @@ def windowed(config: Any) -> bool:
     )
 
 
-@dataclass(slots=True)
-class Piece:
-    """Some completions of one prompt.
-
-    Args:
-        prompt: position of the prompt in the call.
-        first: number of the first of these completions among the prompt's.
-        count: how many.
-        length: tokens of the prompt.
-    """
-
-    prompt: int
-    first: int
-    count: int
-    length: int
-
-
-def split(pieces: Iterable[Piece], room: Callable[[int], int], padded: bool = True) -> Iterator[list[Piece]]:
-    """Yield pieces as batches, in their order.
-
-    Args:
-        pieces: of which those that do not fit into a batch are cut.
-        room: the rows of a batch, by the length of its first prompt.
-        padded: whether prompts of different lengths may be in one batch.
-
-    >>> parts = split([Piece(0, 0, 3, 9), Piece(1, 0, 1, 9)], lambda length: 2)
-    >>> [[(p.prompt, p.first, p.count) for p in part] for part in parts]
-    [[(0, 0, 2)], [(0, 2, 1), (1, 0, 1)]]
-    """
-    batch: list[Piece] = []
-    left = 0
-    for piece in pieces:
-        first, end = piece.first, piece.first + piece.count
-        if batch and not padded and batch[0].length != piece.length:
-            left = 0
-        while first < end:
-            if not left:
-                if batch:
-                    yield batch
-                batch, left = [], room(piece.length)
-            count = min(end - first, left)
-            batch.append(Piece(piece.prompt, first, count, piece.length))
-            first, left = first + count, left - count
-    if batch:
-        yield batch
-
-
 def plan(
     lengths: Sequence[int], n: int, steps: int, tokens: int, max_rows: int | None, padded: bool = True
-) -> Iterator[list[Piece]]:
-    """Return the pieces of each decode batch, longest prompts first.
+) -> Iterator[list[int]]:
+    """Yield the completions of each decode batch, by their numbers, prompt-major: those of the longest prompts first.
 
     Args:
         lengths: tokens of each prompt.
@@ -110,31 +63,22 @@ def plan(
         max_rows: rows that a batch may have at most; None is no limit.
         padded: whether prompts of different lengths may be in one batch.
 
-    >>> [[(p.prompt, p.count) for p in pieces] for pieces in plan([2, 9], 2, 1, 40, None)]
-    [[(1, 2), (0, 2)]]
+    >>> list(plan([2, 9], 2, 1, 40, None)), list(plan([2, 9], 2, 1, 30, None))
+    ([[2, 3, 0, 1]], [[2, 3, 0], [1]])
     """
-    pieces = [Piece(prompt, 0, n, length) for prompt, length in enumerate(lengths)]
-    longest_first = sorted(pieces, key=lambda piece: -piece.length)
-
-    def room(length: int) -> int:
-        fits = max(1, tokens // (length + steps))
-        return fits if max_rows is None else min(fits, max_rows)
-
-    return split(longest_first, room, padded)
-
-
-def numbers_of(pieces: Iterable[Piece], n: int) -> list[int]:
-    """Return the number of each row of a batch among the `n` completions of all prompts, prompt-major.
-
-    >>> numbers_of([Piece(4, 1, 2, 9), Piece(3, 0, 1, 9)], 5)
-    [21, 22, 15]
-    """
-    return [piece.prompt * n + i for piece in pieces for i in range(piece.first, piece.first + piece.count)]
+    left = sorted(range(n * len(lengths)), key=lambda number: -lengths[number // n])
+    while left:
+        longest = lengths[left[0] // n]
+        fits = max(1, tokens // (longest + steps))
+        batch = left[: fits if max_rows is None else min(fits, max_rows)]
+        batch = batch if padded else [number for number in batch if lengths[number // n] == longest]
+        yield batch
+        left = left[len(batch) :]
 
 
 @dataclass(slots=True)
 class Drawn:
-    """What was drawn, on the device: rows in the order of their pieces.
+    """What was drawn, on the device: rows in the order in which they were asked for.
 
     Args:
         tokens: "b steps".
@@ -348,7 +292,8 @@ class Decoder:
     def run(
         self,
         prompts: Sequence[Sequence[int]],
-        pieces: Sequence[Piece],
+        n: int,
+        rows: Sequence[int],
         random: Random,
         report: Callable[[int, int], None],
         slots: int | None = None,
@@ -356,11 +301,12 @@ class Decoder:
         keep: bool = False,
         gone: Gone | None = None,
     ) -> Drawn:
-        """Return the completions of all pieces, which take the slots in their order.
+        """Return some completions, which take the slots in their order.
 
         Args:
             prompts: all prompts of the call.
-            pieces: what to draw.
+            n: completions of each.
+            rows: the numbers of those that are drawn, prompt-major.
             random: what the tokens are drawn with; not asked for where decoding is greedy.
             report: called now and then with (sequences ended, tokens drawn).
             slots: rows that are decoded at once, fewer than all where batching is continuous alone; None is all.
@@ -369,15 +315,15 @@ class Decoder:
             gone: takes rows that have ended while others are drawn; not all of them.
         """
         self.prompts, self.held, self.keep = prompts, held or {}, keep
-        self.owner = [piece.prompt for piece in pieces for _ in range(piece.count)]
-        total = len(self.owner)
-        self.width = max(piece.length for piece in pieces)
-        self.padded = self.windowed or min(piece.length for piece in pieces) < self.width
+        self.owner = [row // n for row in rows]
+        total, lengths = len(rows), {len(prompts[prompt]) for prompt in self.owner}
+        self.width = max(lengths)
+        self.padded = self.windowed or len(lengths) > 1
         drawn = self._allocate(total, total if slots is None else slots)
         self.numbers = None
         if not self.sampler.greedy:
-            parts = [random(p.prompt, self.steps)[p.first : p.first + p.count] for p in pieces]
-            self.numbers = torch.cat(parts).to(self.device)
+            known = {prompt: random(prompt, self.steps) for prompt in set(self.owner)}
+            self.numbers = torch.stack([known[row // n][row % n] for row in rows]).to(self.device)
         leaving = None if gone is None else Leaving(drawn, gone)
         counts, ended, waiting = [0] * total, 0, min(total, self.slots)
         self._refill(range(waiting), 0)
@@ -386,16 +332,16 @@ class Decoder:
             latest = self._look()
             known, look = latest if self.static else look, latest
             over = set() if known is None else self._read(known, counts)
-            rows = []
+            done = []
             for slot, seat in enumerate(self.seats):
                 if seat is not None and (seat.row in over or seat.due <= self.now):
                     self.seats[slot] = None
-                    rows.append(seat.row)
-            ended += len(rows)
+                    done.append(seat.row)
+            ended += len(done)
             report(ended, sum(counts))
             if leaving is not None:
-                if rows:
-                    leaving.take(rows, self._on(rows))
+                if done:
+                    leaving.take(done, self._on(done))
                 leaving.hand()
             free = [slot for slot, seat in enumerate(self.seats) if seat is None]
             share = min(total - waiting, len(free))
@@ -414,8 +360,8 @@ class Decoder:
         report(total, int(drawn.length.sum()))
         if self.routes is not None:
             begins = [self.width - len(prompts[prompt]) for prompt in self.owner]
-            rows = zip(self.routes.cpu(), begins, drawn.length.tolist(), strict=True)
-            drawn.routes = [one[begin : self.width + length] for one, begin, length in rows]
+            taken = zip(self.routes.cpu(), begins, drawn.length.tolist(), strict=True)
+            drawn.routes = [one[begin : self.width + length] for one, begin, length in taken]
         if self._ids:
             drawn.kept = _by_token(self._ids, *drawn.tokens.shape)
         if keep:
@@ -538,7 +484,7 @@ class Decoder:
 
     def _states(self, cache: SlotCache, **inputs: Any) -> tuple[Tensor, Tensor | None]:
         """Return the last hidden states "rows columns h", and the experts "rows columns layers k" where recorded."""
-        with Routing(self.network, found=self.routers) if self.routers else nullcontext() as routing:
+        with Routing(self.network, found=self.routers).applied() if self.routers else nullcontext() as routing:
             states = body(self.network)(**inputs, **cached(self.network, cache)).last_hidden_state
         return states, None if routing is None else routing.own.unflatten(0, inputs["input_ids"].shape)
 

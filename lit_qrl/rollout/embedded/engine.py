@@ -1,7 +1,7 @@
 """The embedded engine: the sampler as Hugging Face modules in this process, on the CPU or the learner's GPU."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -16,8 +16,8 @@ from lit_qrl.network.structure import ATTENTION_KINDS, PLAIN_ATTENTION, body, ca
 from lit_qrl.precision.layers.one_pass import take_one_pass
 from lit_qrl.receipts.ledger import PublishReport, ReceivedLedger
 from lit_qrl.rollout.embedded.attention import FOLDED, take_norms
-from lit_qrl.rollout.embedded.cache import MARGIN, CacheDtype, HeldRow, ScoringCache, SlotCache, scales_of
-from lit_qrl.rollout.embedded.decode import Decoder, Drawn, Piece, Random, numbers_of, plan, windowed
+from lit_qrl.rollout.embedded.cache import MARGIN, CacheDtype, HeldRow, SlotCache, scales_of
+from lit_qrl.rollout.embedded.decode import Decoder, Drawn, Random, plan, windowed
 from lit_qrl.rollout.embedded.loading import Modules
 from lit_qrl.rollout.embedded.sampler import UNLIMITED, EmbeddedSampler, computed
 from lit_qrl.rollout.embedded.sampling import uniforms
@@ -218,7 +218,7 @@ class TransformersEngine(EmbeddedSampler):
         kept = self.spec.kept and rollout
         return Decoder(self.network, sampling, self.spec.head_dtype, self.spec.routes, kept, scales, trust)
 
-    def _plan(self, prompts: Sequence[Sequence[int]], n: int, steps: int, room: int) -> Iterator[list[Piece]]:
+    def _plan(self, prompts: Sequence[Sequence[int]], n: int, steps: int, room: int) -> Iterator[list[int]]:
         return plan([len(prompt) for prompt in prompts], n, steps, room, self.max_batch, not self.batch_invariant)
 
     def _draw(
@@ -226,35 +226,35 @@ class TransformersEngine(EmbeddedSampler):
         decoder: Decoder,
         prompts: Sequence[Sequence[int]],
         n: int,
-        batches: Iterable[list[Piece]],
+        batches: Iterable[list[int]],
         random: Random,
         held: "TurnCache",
         progress: Progress | None = None,
         finished: Finished | None = None,
         most: int | None = None,
     ) -> list[Completion]:
-        def draw(report: Progress, part: list[Piece], rows: int) -> Drawn:
-            numbers, version = numbers_of(part, n), self.version
+        def draw(report: Progress, part: list[int], most: int) -> Drawn:
+            version = self.version
 
             def gone(ended: Sequence[int], drawn: Drawn) -> None:
                 if finished is not None:
-                    finished(dict(zip([numbers[row] for row in ended], drawn.completions(version), strict=True)))
+                    finished(dict(zip([part[row] for row in ended], drawn.completions(version), strict=True)))
 
             away = None if finished is None else gone
             try:
                 with batch_invariant(self.batch_invariant):
-                    return decoder.run(prompts, part, random, report, rows, held.beginnings, held.whole, away)
+                    return decoder.run(prompts, n, part, random, report, most, held.beginnings, held.whole, away)
             except (RuntimeError, MemoryError):
                 self.trust.former = None
                 decoder.forget()
                 held.drop()
                 raise
 
-        def read(pieces: list[Piece], drawn: Drawn) -> list[Completion]:
-            held.keep(pieces, drawn)
+        def read(part: list[int], drawn: Drawn) -> list[Completion]:
+            held.keep(part, drawn)
             return drawn.completions(self.version)
 
-        return self._in_batches(batches, n, decoder.steps, draw, read, progress, finished, most)
+        return self._in_batches(prompts, n, batches, decoder.steps, draw, read, progress, finished, most)
 
     def _cache_tokens(self) -> int:
         """Return how many tokens of one sequence fit into the cache's memory."""
@@ -270,10 +270,6 @@ class TransformersEngine(EmbeddedSampler):
     def close(self) -> None:
         super().close()
         self.trust = Trust()  # the last graph keeps memory
-
-    def scoring_caches(self, sequences: Sequence[Sequence[int]]) -> Callable[[], Any]:
-        scales = self.cache_scales(sequences)
-        return lambda: None if scales is None else ScoringCache(scales)
 
     def cache_scales(self, sequences: Sequence[Sequence[int]]) -> Tensor | None:
         """Return the scales of an FP8 cache: those of the first rollout since the weights came, else of `sequences`."""
@@ -332,8 +328,8 @@ class TurnCache:
         self.rows, self.whole = {}, False
 
     def begin(
-        self, dialogue: Dialogue, turns: Sequence[Turn], n: int, batches: list[list[Piece]], steps: int
-    ) -> list[list[Piece]]:
+        self, dialogue: Dialogue, turns: Sequence[Turn], n: int, batches: list[list[int]], steps: int
+    ) -> list[list[int]]:
         """Forget what has ended, and everything where the next batches do not fit beside it.
 
         Several batches do not fit together, so that nothing of them is kept.
@@ -346,26 +342,26 @@ class TurnCache:
             steps: limit of its completions.
 
         Returns:
-            The batches, in each of which those pieces stand together of which as many tokens are new.
+            The batches, in each of which those stand together of which as many tokens are new.
         """
         self.turns, self.n, self.whole = turns, n, self.keeps and len(batches) == 1
         self.rows = {index: row for index, row in self.rows.items() if not dialogue.has_ended(index)}
-        wanted = max(sum(one.count for one in pieces) * (pieces[0].length + steps) for pieces in batches)
+        wanted = max(len(rows) * (len(turns[rows[0]].tokens) + steps) for rows in batches)
         if self.tokens + wanted > self.room:
             self.rows = {}
         held = {prompt: row.shared(turns[prompt * n].tokens) for prompt, row in self.beginnings.items()}
-        return [sorted(pieces, key=lambda piece: held.get(piece.prompt, 0) - piece.length) for pieces in batches]
+        return [sorted(rows, key=lambda row: held.get(row // n, 0) - len(turns[row].tokens)) for rows in batches]
 
-    def keep(self, pieces: Sequence[Piece], drawn: Drawn) -> None:
+    def keep(self, part: Sequence[int], drawn: Drawn) -> None:
         """Keep what a batch has left in its cache.
 
         Args:
-            pieces: of the batch.
+            part: the numbers of the batch.
             drawn: their tokens, and the cache.
         """
         if drawn.cache is None:
             return
-        rows = zip(numbers_of(pieces, self.n), drawn.places, drawn.tokens.tolist(), drawn.length.tolist(), strict=True)
+        rows = zip(part, drawn.places, drawn.tokens.tolist(), drawn.length.tolist(), strict=True)
         for number, place, tokens, length in rows:
             turn = self.turns[number]
             start = drawn.width - len(turn.tokens)

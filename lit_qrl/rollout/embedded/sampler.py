@@ -20,7 +20,8 @@ from lit_qrl.network.invariant import batch_invariant
 from lit_qrl.network.shards import is_sharded
 from lit_qrl.network.structure import body, cached, check_positions, check_tokens, computed_buffers
 from lit_qrl.receipts.ledger import Constants, PublishReport, ReceivedLedger, RefusedError
-from lit_qrl.rollout.embedded.decode import Piece, numbers_of, plan, split
+from lit_qrl.rollout.embedded.cache import ScoringCache
+from lit_qrl.rollout.embedded.decode import plan
 from lit_qrl.rollout.embedded.loading import EmbeddedAdapter, Loader, Modules, skeleton
 from lit_qrl.rollout.embedded.sampling import check_sampling
 from lit_qrl.rollout.engine import EngineDiedError, EnginePolicy, Finished, Progress, RolloutEngine, SamplerSpec
@@ -60,16 +61,16 @@ class Shortage:
 
     def halving(
         self,
-        batch: list[Piece],
+        batch: list[int],
         longest: int,
-        draw: Callable[[list[Piece], int], Result],
+        draw: Callable[[list[int], int], Result],
         most: int | None = None,
         done: str = "decoded",
-    ) -> Iterator[tuple[list[Piece], Result]]:
+    ) -> Iterator[tuple[list[int], Result]]:
         """Yield what is drawn for a batch, in halves where memory runs out; later batches are not larger than those.
 
         Args:
-            batch: of sequences.
+            batch: numbers of sequences.
             longest: of them, prompt and completion, in tokens.
             draw: the completions of a part of it, so many at once; they depend on both by rounding alone.
             most: sequences at once, where others take the place of those that have ended; None splits the batch.
@@ -82,11 +83,11 @@ class Shortage:
         while waiting:
             fits = max(1, self.fitting // longest)
             if most is None:
-                waiting = [part for pieces in waiting for part in split(pieces, lambda _, fits=fits: fits)]
-            pieces = waiting.pop(0)
-            rows = min(sum(piece.count for piece in pieces), fits, most or fits)
+                waiting = [part[i : i + fits] for part in waiting for i in range(0, len(part), fits)]
+            part = waiting.pop(0)
+            rows = min(len(part), fits, most or fits)
             try:
-                drawn = draw(pieces, rows)
+                drawn = draw(part, rows)
             except (RuntimeError, MemoryError) as error:
                 if not out_of_memory(error):
                     raise
@@ -105,9 +106,9 @@ class Shortage:
                     *(rows, done, said, half),
                 )
                 self.fitting = half * longest
-                waiting.insert(0, pieces)
+                waiting.insert(0, part)
             else:
-                yield pieces, drawn
+                yield part, drawn
                 del drawn
 
 
@@ -260,27 +261,27 @@ class EmbeddedSampler(RolloutEngine):
         Of a model that looks both ways these mean nothing as probabilities; their arithmetic is that of any forward.
         """
         self._check_current()
-        network, shortage, cache = self.network, Shortage(), self.scoring_caches(sequences)
+        network, shortage, scales = self.network, Shortage(), self.cache_scales(sequences)
         head = SamplerHead.of(network, self.spec.head_dtype)
         device = network.get_input_embeddings().weight.device
         scores: dict[int, Tensor] = {}
 
-        def scored(pieces: list[Piece], rows: int) -> Tensor:
-            share, width = [sequences[piece.prompt] for piece in pieces], pieces[0].length
-            tokens = torch.tensor([[*one, *[0] * (width - len(one))] for one in share]).to(device)
+        def scored(numbers: list[int], rows: int) -> Tensor:
+            share = [sequences[number] for number in numbers]
+            tokens = torch.tensor([[*one, *[0] * (len(share[0]) - len(one))] for one in share]).to(device)
+            cache = None if scales is None else ScoringCache(scales)
             with batch_invariant(self.batch_invariant):
-                states = body(network)(input_ids=tokens, **cached(network, cache()))
+                states = body(network)(input_ids=tokens, **cached(network, cache))
                 return head.logprobs(states.last_hidden_state[:, :-1], tokens[:, 1:])
 
         for batch in plan([len(one) for one in sequences], 1, 0, SCORE_TOKENS, None, padded=not self.denoises):
-            for pieces, logprobs in shortage.halving(batch, batch[0].length, scored, done="scored"):
-                for row, piece in enumerate(pieces):
-                    scores[piece.prompt] = logprobs[row, : piece.length - 1].clone()
+            for numbers, logprobs in shortage.halving(batch, len(sequences[batch[0]]), scored, done="scored"):
+                for row, number in enumerate(numbers):
+                    scores[number] = logprobs[row, : len(sequences[number]) - 1].clone()
         return [scores[index] for index in range(len(sequences))]
 
-    def scoring_caches(self, sequences: Sequence[Sequence[int]]) -> Callable[[], Any]:
-        """Return what makes the cache of keys and values for a scoring forward: here none."""
-        return lambda: None
+    def cache_scales(self, sequences: Sequence[Sequence[int]]) -> Tensor | None:
+        """Return the scales at which keys and values are kept in E4M3; None keeps them as they are."""
 
     def _check_current(self) -> None:
         """The learner's own tensors may have moved on since they were published."""
@@ -302,11 +303,12 @@ class EmbeddedSampler(RolloutEngine):
 
     def _in_batches(
         self,
-        batches: Iterable[list[Piece]],
+        prompts: Sequence[Sequence[int]],
         n: int,
+        batches: Iterable[list[int]],
         steps: int,
-        draw: Callable[[Progress, list[Piece], int], Result],
-        read: Callable[[list[Piece], Result], list[Completion]],
+        draw: Callable[[Progress, list[int], int], Result],
+        read: Callable[[list[int], Result], list[Completion]],
         progress: Progress | None,
         finished: Finished | None = None,
         most: int | None = None,
@@ -320,9 +322,9 @@ class EmbeddedSampler(RolloutEngine):
                 progress(len(found) + ended, tokens + drawn)
 
         for batch in batches:
-            longest = max(piece.length for piece in batch) + steps
-            for pieces, drawn in self._shortage.halving(batch, longest, partial(draw, report), most):
-                new = dict(zip(numbers_of(pieces, n), read(pieces, drawn), strict=True))
+            longest = max(len(prompts[row // n]) for row in batch) + steps
+            for rows, drawn in self._shortage.halving(batch, longest, partial(draw, report), most):
+                new = dict(zip(rows, read(rows, drawn), strict=True))
                 found |= new
                 tokens += sum(len(one.token_ids) for one in new.values())
                 if finished is not None:

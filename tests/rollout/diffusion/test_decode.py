@@ -3,15 +3,14 @@ import torch
 
 from lit_qrl.rollout import graphs
 from lit_qrl.rollout.diffusion.decode import Denoiser
-from lit_qrl.rollout.embedded.decode import Piece
 from lit_qrl.rollout.graphs import Trust
 from lit_qrl.types import SamplingParams
 from tests.networks import MASK, build_denoiser
 from tests.rollout.graph_stand_ins import Repeated, Wrong, refused
 
 PROMPTS = [[5, 6, 7, 8, 9], [4], [3, 3, 12]]
-PIECES = [Piece(0, 0, 2, 5), Piece(1, 0, 1, 1), Piece(2, 1, 2, 3)]
 ROWS = [(0, 0), (0, 1), (1, 0), (2, 1), (2, 2)]
+NUMBERS = [3 * prompt + index for prompt, index in ROWS]
 LENGTH = 8
 
 
@@ -24,9 +23,9 @@ def seed_of(prompt, index):
     return 100 * prompt + index
 
 
-def run(network, block, steps, reuse="none", stops=(), pieces=PIECES, report=lambda *done: None, **sampling):
+def run(network, block, steps, reuse="none", stops=(), numbers=NUMBERS, report=lambda *done: None, **sampling):
     params = SamplingParams(max_tokens=LENGTH, stop_token_ids=stops, **sampling)
-    return Denoiser(network, params, block, steps, reuse).run(PROMPTS, pieces, seed_of, report)
+    return Denoiser(network, params, block, steps, reuse).run(PROMPTS, 3, numbers, seed_of, report)
 
 
 def slowly(network, prompt, index, block, steps, temperature):
@@ -134,7 +133,7 @@ def replayed(network, monkeypatch, reuse, graph):
     denoiser = Denoiser(network, SamplingParams(max_tokens=LENGTH, temperature=1.0), 4, 4, reuse, graphs=trust)
     assert denoiser.graphs is None  # on a CPU
     denoiser.graphs = trust
-    return denoiser, denoiser.run(PROMPTS, PIECES, seed_of, lambda *done: None)
+    return denoiser, denoiser.run(PROMPTS, 3, NUMBERS, seed_of, lambda *done: None)
 
 
 @pytest.mark.parametrize(("reuse", "recorded"), [("none", 1), ("prompt", 2), ("blocks", 1)])

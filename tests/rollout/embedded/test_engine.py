@@ -382,7 +382,7 @@ def test_every_token_says_which_experts_it_took(max_batch):
     assert len({len(completion.token_ids) for completion in completions}) > 2  # rows end, and others take their place
     for index, completion in enumerate(completions):
         prompt, routes = PROMPTS[index // 3], completion.routed_experts
-        with Routing(network) as routing, torch.no_grad():
+        with Routing(network).applied() as routing, torch.no_grad():
             network(torch.tensor([prompt + completion.token_ids]))
         assert routes is not None
         assert routes.dtype == torch.uint8

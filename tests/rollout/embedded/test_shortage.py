@@ -21,12 +21,12 @@ class Narrow:
         self.rows, self.error, self.tried = rows, error or torch.OutOfMemoryError("Tried to allocate 2.00 GiB."), []
 
     def __call__(self, run):
-        def narrow(decoder, prompts, pieces, *args, **options):
-            rows = sum(piece.count for piece in pieces)
+        def narrow(decoder, prompts, n, part, *args, **options):
+            rows = len(part)
             self.tried.append(rows)
             if rows > self.rows:
                 raise self.error
-            return run(decoder, prompts, pieces, *args, **options)
+            return run(decoder, prompts, n, part, *args, **options)
 
         return narrow
 

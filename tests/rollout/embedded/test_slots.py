@@ -7,7 +7,7 @@ from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from lit_qrl.rollout import graphs
 from lit_qrl.rollout.embedded.attention import FOLDED
-from lit_qrl.rollout.embedded.decode import CHECK, Decoder, Piece
+from lit_qrl.rollout.embedded.decode import CHECK, Decoder
 from lit_qrl.rollout.embedded.sampling import uniforms
 from lit_qrl.rollout.graphs import Trust
 from lit_qrl.types import SamplingParams
@@ -15,7 +15,8 @@ from tests.networks import build_network
 from tests.rollout.graph_stand_ins import Repeated, Wrong, refused
 
 PROMPTS = [[5, 6, 7, 8, 9], [4], [3, 3, 12], [10, 11]]
-PIECES = [Piece(prompt, 0, 6, len(PROMPTS[prompt])) for prompt in (0, 2, 3, 1)]
+ORDER = (0, 2, 3, 1)
+ROWS = [6 * prompt + i for prompt in ORDER for i in range(6)]
 SAMPLING = SamplingParams(max_tokens=12, stop_token_ids=(1,))
 
 
@@ -29,13 +30,13 @@ def random(prompt, steps):
 
 
 def batch(network, sampling=SAMPLING):
-    return Decoder(network, sampling).run(PROMPTS, PIECES, random, lambda *said: None)
+    return Decoder(network, sampling).run(PROMPTS, 6, ROWS, random, lambda *said: None)
 
 
 def in_slots(network, count, sampling=SAMPLING, trust=None, replays=False, report=lambda *said: None):
     decoder = Decoder(network, sampling, trust=trust or Trust())
     decoder.replays = replays
-    return decoder.run(PROMPTS, PIECES, random, report, count)
+    return decoder.run(PROMPTS, 6, ROWS, random, report, count)
 
 
 def check_same(found, expected):
@@ -84,7 +85,7 @@ def test_prompts_are_prefilled_once_and_slots_stay_full(network, monkeypatch):
     )
     monkeypatch.setattr(Decoder, "_step", lambda self: widths.append(self.size) or step(self))
     drawn = in_slots(network, 8)
-    assert prefilled == [piece.prompt for piece in PIECES]
+    assert prefilled == list(ORDER)
     # Every slot draws one row after the other: as few steps as there can be, but for the looks that come late.
     tokens = int(drawn.length.sum())
     assert tokens / 8 - 3 <= len(widths) <= tokens / 8 + 12 + 3 * 2 * CHECK
