@@ -82,9 +82,6 @@ class ColumnSum(GeneratedTask):
         check_columns(rows, ["numbers"], path)
         return [dict(row) for row in rows]
 
-    def shortage(self) -> tuple[str, str]:
-        return f"ColumnSum problems of {self.numbers} numbers", "or raise digits"
-
     def short(self, row: Row) -> str:
         """Return "52,91,10:"."""
         return f"{row['numbers']}:"

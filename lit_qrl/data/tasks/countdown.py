@@ -79,10 +79,6 @@ class Countdown(GeneratedTask):
         numbers = [int(part) for part in str(row["input"]).split(",")]
         return {"numbers": numbers, "target": int(row["output"])}
 
-    def shortage(self) -> tuple[str, str]:
-        space = f"numbers up to {self.max_number} and targets up to {self.max_target}"
-        return f"Countdown problems with {space}", "or raise max_number or max_target"
-
     def short(self, row: Row) -> str:
         """Return "3,5,7=22:", the numbers in the row's order."""
         return f"{','.join(map(str, row['numbers']))}={row['target']}:"

@@ -132,10 +132,6 @@ class GeneratedTask(ListedTask):
     def instruction(self, row: Row) -> str:
         """Return a problem put in words, for a chat model."""
 
-    @abstractmethod
-    def shortage(self) -> tuple[str, str]:
-        """Return of what there are too few when a draw fails, and what gives more."""
-
     def is_wanted(self, row: Row) -> bool:
         """Return whether a problem that is drawn for the first time is taken; the place for what costs time."""
         return True
@@ -171,12 +167,11 @@ class GeneratedTask(ListedTask):
             if self.is_wanted(row):
                 rows.append(row)
         if len(rows) < size:
-            problems, more = self.shortage()
             raise ConfigError(
-                f"There are too few {problems} for {side}_size.",
+                f"{type(self).__name__} has too few different problems for {side}_size.",
                 expected=f"at most about {len(rows)}",
                 given=size,
-                remedy=f"Lower {side}_size, {more}.",
+                remedy=f"Lower {side}_size, or let its other arguments allow more problems.",
             )
         return rows
 

@@ -64,9 +64,6 @@ class PrefixSum(GeneratedTask):
             raise ValueError(row["digits"])
         return dict(row)
 
-    def shortage(self) -> tuple[str, str]:
-        return f"PrefixSum problems of {self.digits} digits", "or raise digits"
-
     def short(self, row: Row) -> str:
         """Return "31415:"."""
         return f"{row['digits']}:"

@@ -99,9 +99,6 @@ class Sudoku(GeneratedTask):
             raise ValueError(puzzle)
         return dict(row)
 
-    def shortage(self) -> tuple[str, str]:
-        return f"Sudoku puzzles with {self.empty} empty cells", "change empty, or set unique to false"
-
     def short(self, row: Row) -> str:
         return f"{row['Puzzle']}:"
 
