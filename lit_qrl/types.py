@@ -196,13 +196,6 @@ class RolloutBatch:
         columns = torch.arange(1, self.mask.shape[1] + 1, device=self.mask.device)
         return self.prompt_length + (self.mask * columns).amax(dim=1)
 
-    @property
-    def attention_mask(self) -> Int[Tensor, "b s"]:
-        """0 on the left padding, 1 elsewhere; the right padding needs none, since attention is causal."""
-        columns = torch.arange(self.tokens.shape[1], device=self.tokens.device)
-        padding = self.tokens.shape[1] - self.mask.shape[1] - self.prompt_length
-        return (columns >= padding[:, None]).long()
-
     def select(self, rows: Tensor, *, trim: bool = True) -> "RolloutBatch":
         """Return the given rows; `trim` drops columns that are padding in all of them."""
         chosen = self._map(lambda tensor: tensor[rows])

@@ -371,14 +371,14 @@ KNOWN_BEFORE_A_MODEL = {
         callback("tests.test_bad_input.Refusing"),
         ["A class refused its arguments: power must be negative, not 1.0."],
     ),
-    "MIS band upside down": (callback("MaskedIS", lower=0.9, upper=0.5), ["MaskedIS", "upper >= 1", "Given: 0.5"]),
+    "MIS band upside down": (callback("MaskedIS", lower=0.9, upper=0.5), ["MaskedIS", "1 <= upper", "upper 0.5"]),
     "rejection band upside down": (
         callback("GeometricRejection", lower=1.2, upper=1.1),
         ["GeometricRejection", "lower 1.2, upper 1.1"],
     ),
     "clip of truncated ratios": (
         ["--model.objective", "GRPO", "--model.objective.adaptive_clip", 0.5],
-        ["objective.adaptive_clip", "upper >= 1", "Given: 0.5"],
+        ["objective.adaptive_clip", "1 <= upper", "upper 0.5"],
     ),
     "cap of TBPO": (
         ["--model.objective", "TBPO", "--model.objective.mismatch_cap", 0.5],

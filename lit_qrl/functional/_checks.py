@@ -1,7 +1,5 @@
 """Checks of the parameters of corrections, shared by the functions and by the callbacks' constructors."""
 
-import math
-
 from jaxtyping import Float
 from torch import Tensor
 
@@ -26,23 +24,14 @@ def check_band(lower: float | None, upper: Bound, what: str = "The band of impor
     """
     if isinstance(upper, Tensor):
         return 1.0 / upper if lower is None else lower
-    if math.isnan(upper) or upper < 1.0:
-        raise ConfigError(
-            f"{what} must hold 1, the ratio of equal policies.",
-            expected="upper >= 1",
-            given=upper,
-            remedy="Raise upper; bounds are on the ratio, not its logarithm.",
-        )
-    if lower is None:
-        return 1.0 / upper
-    if not 0.0 <= lower <= 1.0:
+    if not (upper >= 1.0 and (lower is None or 0.0 <= lower <= 1.0)):
         raise ConfigError(
             f"{what} must hold 1, the ratio of equal policies.",
             expected="0 <= lower <= 1 <= upper",
             given=f"lower {lower}, upper {upper}",
-            remedy="Correct lower; bounds are on the ratio, not its logarithm.",
+            remedy="Correct them; bounds are on the ratio, not its logarithm.",
         )
-    return lower
+    return 1.0 / upper if lower is None else lower
 
 
 def check_divergence(lower: float | None, upper: Bound) -> None:

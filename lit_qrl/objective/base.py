@@ -202,16 +202,15 @@ class Objective(Described, ABC):
             terms.loss = terms.loss - self.entropy_coefficient * torch.where(mask, entropy, 0.0)
         return terms
 
-    def loss(self, terms_loss: Tensor, batch: RolloutBatch, total: Tensor, mask: Tensor | None = None) -> Tensor:
+    def loss(self, terms_loss: Tensor, batch: RolloutBatch, total: Tensor) -> Tensor:
         """Return the scalar loss of a micro-batch; over the micro-batches these add up to the mini-batch's.
 
         Args:
             terms_loss: "b t", from `terms`.
             batch: the micro-batch.
             total: 0-dim, `total` of the whole mini-batch, summed over ranks.
-            mask: "b t", if it is not that of the batch.
         """
-        mask = self.effective_mask(batch) if mask is None else mask
+        mask = self.effective_mask(batch)
         # `total` holds the completion limit already.
         return reduce(terms_loss, mask, self.reduction, length=1, total=total.to(terms_loss.dtype))
 

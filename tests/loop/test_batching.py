@@ -47,7 +47,6 @@ def test_assemble_pads_prompts_left_and_completions_right():
         [0, 0, 4, 0, 0, 0],
     ]
     assert batch.mask.sum(dim=1).tolist() == [2, 1, 3, 0]
-    assert batch.attention_mask[2].tolist() == [0, 0, 1, 1, 1, 1]
     assert batch.group.tolist() == [0, 0, 1, 1]
     assert batch.stopped.tolist() == [True, True, False, True]
     assert batch.version.tolist() == [4, 4, 4, 4]
