@@ -27,15 +27,6 @@ def precise(value: Tensor) -> Tensor:
     return as_float(value) if value.device.type == "mps" else value.double()
 
 
-def require_tokens(mask: Tensor) -> None:
-    """Raise `ValueError` when the completions have no column at all; known from the shape, so it costs nothing."""
-    if mask.shape[-1] == 0:
-        raise ValueError(
-            f"The completions are empty. Expected: at least one column of tokens. Given: a mask of shape "
-            f"{tuple(mask.shape)}. Drop empty batches before correcting them."
-        )
-
-
 def masked(mask: Tensor, value: Tensor, fill: float = 0.0) -> Tensor:
     """Return `value` where `mask` is True and `fill` elsewhere, whatever stood there (NaN too).
 

@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lit_qrl.functional._checks import check_ais, check_band
-from lit_qrl.functional._statistics import as_float, masked, precise, require_tokens
+from lit_qrl.functional._statistics import as_float, masked, precise
 from lit_qrl.types import AllReduce, no_all_reduce
 
 Level = Literal["token", "sequence"]
@@ -77,7 +77,6 @@ def ais_gate(
     0.5
     """
     check_ais(clip, saturation, tolerance, sensitivity, eps, level)
-    require_tokens(mask)
     d = precise(d.detach())
     units, unit_d = (mask, d) if level == "token" else (mask.any(dim=1, keepdim=True), d.sum(dim=1, keepdim=True))
     ratio = unit_d.exp()
@@ -147,7 +146,6 @@ def ais_oracle(
     [0.057, 0.057]
     """
     check_band(0.0, clip, what="The clip of AIS")
-    require_tokens(mask)
     d = precise(d.detach())
     units, d = (mask, d) if level == "token" else (mask.any(dim=1, keepdim=True), d.sum(dim=1, keepdim=True))
     w = d.exp()
@@ -190,7 +188,6 @@ def ais_weights(
     tensor([[3.]])
     """
     check_band(0.0, clip, what="The clip of AIS")
-    require_tokens(mask)
     d = as_float(d.detach())
     if level == "token":
         return 1 + alpha * (d.exp().clamp(max=clip) - 1)

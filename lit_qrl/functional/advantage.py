@@ -51,7 +51,7 @@ def group_advantages(
         all_reduce: makes the batch's standard deviation global over ranks.
 
     Raises:
-        ValueError: `group_size` below 2, or not a divisor of `b`.
+        ValueError: `group_size` below 2.
         ConfigError: an unknown `scale` or `baseline`.
 
     >>> import torch
@@ -62,11 +62,6 @@ def group_advantages(
         raise ValueError(
             f"A group of one has no baseline: its advantage is always 0. Expected: group_size >= 2. "
             f"Given: {group_size}. Draw several completions per prompt."
-        )
-    if rewards.shape[0] % group_size:
-        raise ValueError(
-            f"The batch holds a part of a group. Expected: a multiple of group_size = {group_size}. "
-            f"Given: {rewards.shape[0]} rewards. Pass whole groups."
         )
     check_choice("scale", scale, get_args(Scale))
     check_choice("baseline", baseline, get_args(Baseline))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lit_qrl.errors import check_choice
 from lit_qrl.functional._checks import Bound, check_band
-from lit_qrl.functional._statistics import as_float, largest, masked, masked_sums, require_tokens, row_means
+from lit_qrl.functional._statistics import as_float, largest, masked, masked_sums, row_means
 from lit_qrl.types import AllReduce, no_all_reduce
 
 Weights = Float[Tensor, "b t"]
@@ -41,7 +41,6 @@ def log_ratio(
 
 def _log_ratios(d: Tensor, mask: Tensor, level: Level) -> Tensor:
     """Return the logarithms of the ratios of tokens "b t", or of sequences "b 1"."""
-    require_tokens(mask)
     d = as_float(d)
     if level == "token":
         return d

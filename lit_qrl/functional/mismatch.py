@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lit_qrl.functional._statistics import as_float, masked, precise, require_tokens
+from lit_qrl.functional._statistics import as_float, masked, precise
 from lit_qrl.types import AllReduce, no_all_reduce
 
 # Bins of the 99th percentile: logarithmic from 1e-7 (rounding of fp32 log-probs) to 1e2 (no model differs by more),
@@ -105,7 +105,6 @@ def mismatch_metrics(
     >>> round(float(metrics["abs_log_ratio"]), 4), round(float(metrics["kl_k3"]), 5)
     (0.05, 0.00259)
     """
-    require_tokens(mask)
     dtype = torch.promote_types(as_float(learner).dtype, as_float(sampler).dtype)
     learner, sampler = precise(learner.detach()), precise(sampler.detach())
     d = learner - sampler

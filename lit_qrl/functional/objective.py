@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lit_qrl.functional._checks import check_above, check_clip
-from lit_qrl.functional._statistics import as_float, masked, require_tokens, row_means
+from lit_qrl.functional._statistics import as_float, masked, row_means
 from lit_qrl.functional.mismatch import k3_divergence
 from lit_qrl.types import ObjectiveTerms
 
@@ -35,7 +35,6 @@ def _ratio(log_ratio: Tensor, bounded: Tensor | bool) -> Tensor:
 
 
 def _log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
-    require_tokens(mask)
     return masked(mask, as_float(logprobs) - as_float(old_logprobs.detach()))
 
 

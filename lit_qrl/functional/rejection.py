@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lit_qrl.errors import check_choice
 from lit_qrl.functional._checks import Bound, check_above, check_band, check_divergence, check_veto
-from lit_qrl.functional._statistics import as_float, require_tokens, row_means
+from lit_qrl.functional._statistics import as_float, row_means
 from lit_qrl.functional.mismatch import k3_divergence
 
 LogRatio = Float[Tensor, "b t"]
@@ -58,7 +58,6 @@ def ratio_keep(
     """
     check_choice("divergence", divergence, ("k1", "k2", "k3"))
     check_choice("over", over, ("token", "mean", "sum", "max"))
-    require_tokens(mask)
     d = as_float(d)
     values = d.square() / 2 if divergence == "k2" else k3_divergence(d) if divergence == "k3" else d
     if over == "mean":
@@ -93,7 +92,6 @@ def token_veto(d: LogRatio, mask: Bool[Tensor, "b t"], threshold: float = 1e-4) 
     tensor([[False, False]])
     """
     check_veto(threshold)
-    require_tokens(mask)
     vetoed = ((as_float(d) < math.log(threshold)) & mask).any(dim=1, keepdim=True)
     return ~vetoed | ~mask
 
@@ -121,6 +119,5 @@ def opsm_keep(
             [False]])
     """
     check_above(0.0, delta=delta)
-    require_tokens(mask)
     drift = -row_means(mask, as_float(d))[:, None]
     return (advantages[:, None] >= 0) | (drift <= delta) | ~mask

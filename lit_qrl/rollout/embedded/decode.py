@@ -322,8 +322,8 @@ class Decoder:
         drawn = self._allocate(total, total if slots is None else slots)
         self.numbers = None
         if not self.sampler.greedy:
-            known = {prompt: random(prompt, self.steps) for prompt in set(self.owner)}
-            self.numbers = torch.stack([known[row // n][row % n] for row in rows]).to(self.device)
+            given = {prompt: random(prompt, self.steps) for prompt in set(self.owner)}
+            self.numbers = torch.stack([given[row // n][row % n] for row in rows]).to(self.device)
         leaving = None if gone is None else Leaving(drawn, gone)
         counts, ended, waiting = [0] * total, 0, min(total, self.slots)
         self._refill(range(waiting), 0)
