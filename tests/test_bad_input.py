@@ -406,7 +406,12 @@ KNOWN_BEFORE_A_MODEL = {
     ),
     "chat without a user turn": (
         chat("system"),
-        ["Row 1 of 'system.jsonl', column 'prompt',", "has no user turn", "turns of system", "Correct or remove"],
+        [
+            "Row 1 of 'system.jsonl', column 'prompt',",
+            "ends with nothing to answer",
+            "turns of system",
+            "Correct or remove",
+        ],
     ),
     "chat with an unknown role": (chat("role"), ["Turn 1 of row 1 of 'role.jsonl'", "unknown role", "mean 'user'?"]),
     "chat without turns": (chat("none"), ["Row 1 of 'none.jsonl'", "is an empty list", "role: user", "Correct or"]),

@@ -133,13 +133,11 @@ def _read_file(place: Path) -> list[dict[str, Any]]:
     try:
         rows = reader(place)
     except (OSError, ValueError, RecursionError) as error:  # UnicodeDecodeError and pyarrow's own are ValueErrors
-        if isinstance(error, ConfigError):
-            raise
         raise ConfigError(
             f"The data file {place} cannot be read.",
             expected=f"valid {place.suffix[1:]} in UTF-8",
             given=str(error).rstrip("."),
-            remedy="Write it again, or convert it.",
+            remedy="Correct it, or convert it: a .jsonl file has one object per line.",
         ) from error
     wrong = next((i for i, row in enumerate(rows, start=1) if not isinstance(row, dict)), None)
     if wrong is not None:
@@ -158,24 +156,14 @@ def _read_jsonl(place: Path) -> list[Any]:
             try:
                 rows.append(json.loads(line))
             except (json.JSONDecodeError, RecursionError) as error:
-                raise ConfigError(
-                    f"Line {number} of {place} is not JSON.",
-                    expected="one JSON object per line",
-                    given=line[:80].strip(),
-                    remedy="Correct or remove the line.",
-                ) from error
+                raise ValueError(f"line {number}, which is not JSON: {line[:80].strip()}") from error
     return rows
 
 
 def _read_json(place: Path) -> list[Any]:
     data = json.loads(place.read_text(encoding="utf-8-sig"))
     if not isinstance(data, list):
-        raise ConfigError(
-            f"{place} holds no list.",
-            expected="a JSON list of objects",
-            given=f"a {type(data).__name__}",
-            remedy="Write the list alone into the file, or one object per line into a .jsonl file.",
-        )
+        raise ValueError(f"a {type(data).__name__}, where a list of objects stands alone")
     return data
 
 

@@ -61,19 +61,12 @@ def sampler_spec(settings: Any, learner: Learner, on_hang: Callable[[str], None]
             given=f"publisher.exclude: {', '.join(settings.exclude)}",
             remedy="Move the patterns to the plugin's exclude.",
         )
-    if settings.quantize_head and same:
+    if settings.quantize_head and (same or format is None or isinstance(format, Dense)):
         raise ConfigError(
-            "publisher.quantize_head would quantize a layer that the precision plugin computes in full precision.",
-            expected="a learner without low-bit layers, or quantize_head: false",
-            given=type(plugin).__name__,
-            remedy="Leave out one of the two.",
-        )
-    if settings.quantize_head and (format is None or isinstance(format, Dense)):
-        raise ConfigError(
-            "publisher.quantize_head has no format to quantize to.",
-            expected="publisher.format of 8 or 4 bits",
-            given="auto" if format is None else format.name,
-            remedy="Choose one, such as fp8_row, or set quantize_head to false.",
+            "publisher.quantize_head has no format of its own to quantize to.",
+            expected="publisher.format of 8 or 4 bits, beside a learner that computes the head in full precision",
+            given=type(plugin).__name__ if same else "auto" if format is None else format.name,
+            remedy="Choose another format, such as fp8_row, or set quantize_head to false.",
         )
     if settings.quantize_head and policy.config.get_text_config().tie_word_embeddings:
         raise tied_head(policy.config)  # before the weights are loaded

@@ -208,20 +208,13 @@ class Singly(Gathering):
         self.reward.failures = {i: one.reason for i, one in enumerate(returned) if isinstance(one, Failure)}
         if len(self.reward.failures) == len(samples) > 0:
             raise RuntimeError(f"every call failed, the first with {self.reward.failures[0]}")
-        return [None if isinstance(one, Failure) else self._score(one, samples[i]) for i, one in enumerate(returned)]
+        return [None if isinstance(one, Failure) else _alone(one) for one in returned]
 
-    def _score(self, returned: Any, sample: Sample) -> Any:
-        """Return the score of a call for one sample; it may come as a list, or alone."""
-        if isinstance(returned, (list, tuple)) or getattr(returned, "ndim", 0) == 1:
-            if len(returned) != 1:
-                raise ConfigError(
-                    f"{self.reward.described} returned the wrong number of scores.",
-                    expected="1, since with concurrency each call has one sample",
-                    given=f"{len(returned)} for the completion {sample.completion[:60]!r}",
-                    remedy="Return a list with one number, or None.",
-                )
-            return returned[0]
-        return returned
+
+def _alone(returned: Any) -> Any:
+    """Return the score of a call for one sample, which may come in a list."""
+    listed = isinstance(returned, (list, tuple)) or getattr(returned, "ndim", 0) == 1
+    return returned[0] if listed and len(returned) == 1 else returned
 
 
 def conversation(columns: Mapping[str, Any]) -> list[dict[str, Any]] | None:

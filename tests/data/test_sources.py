@@ -85,14 +85,14 @@ def test_a_missing_file_names_the_nearest(tmp_path):
 @pytest.mark.parametrize(
     "name, content, message",
     [
-        ("a.jsonl", '{"a": 1}\n{"a": \n', "Line 2 of .*is not JSON"),
+        ("a.jsonl", '{"a": 1}\n{"a": \n', "line 2, which is not JSON"),
         ("a.jsonl", '{"a": 1}\n5\n', "Row 2 of .*is not a row"),
-        ("a.json", '{"a": 1}', "holds no list"),
+        ("a.json", '{"a": 1}', "cannot be read.*a dict"),
         ("a.json", "[1", "cannot be read"),
         ("a.json", "[" * 10**5, "cannot be read.*recursion"),
-        ("a.jsonl", '{"a": 1}\n' + "[" * 10**5, r"Line 2 of a\.jsonl is not JSON"),
+        ("a.jsonl", '{"a": 1}\n' + "[" * 10**5, "line 2, which is not JSON"),
         ("a.parquet", "nonsense", "cannot be read"),
-        ("b.json", '{"rows": [{"a": 1}]}', "holds no list.*Write the list alone"),
+        ("b.json", '{"rows": [{"a": 1}]}', r"a dict, where a list of objects stands alone.*\.jsonl"),
         ("a.txt", "text", "kind of the data file .*unknown.*jsonl"),
         ("a.jsonl", "", "is empty"),
         ("a.csv", "a,b\n", "is empty"),

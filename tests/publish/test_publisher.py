@@ -437,9 +437,9 @@ def test_a_quantized_head_is_sampled_from_probed_and_put_back_for_evaluations(tm
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"format": "auto", "trainer": {"plugins": [QATAligned("fp8_row")]}}, "computes in full precision.*QATAligned"),
-        ({"format": "bf16"}, "no format to quantize to.*bf16"),
-        ({"format": "auto"}, "no format to quantize to.*auto"),
+        ({"format": "auto", "trainer": {"plugins": [QATAligned("fp8_row")]}}, "no format of its own.*QATAligned"),
+        ({"format": "bf16"}, "no format of its own.*bf16"),
+        ({"format": "auto"}, "no format of its own.*auto"),
         ({"format": "fp8_row"}, "would quantize the input embedding"),
     ],
 )

@@ -158,7 +158,7 @@ def test_wrong_arguments_and_limits_of_single_calls_without_such_calls_are_refus
         with pytest.raises(ConfigError, match=r"for calls of single samples.*concurrency 0\. Set concurrency"):
             FunctionReward(right, **unheeded)
         assert FunctionReward(right, concurrency=1, **unheeded)(SAMPLES) == [1.0] * 4
-    with pytest.raises(ConfigError, match="with concurrency each call has one sample"):
+    with pytest.raises(ConfigError, match=r"not a finite number.*Given: \[1\.0, 2\.0\] for sample 0"):
         score_all([FunctionReward(lambda completions: [1.0, 2.0], concurrency=1)], SAMPLES)
 
 

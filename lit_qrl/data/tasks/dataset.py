@@ -240,13 +240,13 @@ class DatasetTask(ListedTask):
         check_row(list(dict.fromkeys((*self.rewards, self.correct))), Sample("", "", self.reference(row), row), where)
 
     def _check_turns(self, turns: Sequence[Any], where: str) -> None:
-        posed_turns, _ = split_answer(read_turns(turns, where))
-        if not posed_turns or posed_turns[-1]["role"] not in ("user", "tool"):
+        roles = [turn["role"] for turn in split_answer(read_turns(turns, where))[0]]
+        if "user" not in roles or roles[-1] not in ("user", "tool"):
             raise ConfigError(
                 f"{where} ends with nothing to answer.",
-                expected="a turn of role user or tool, before a last one of role assistant or at the end",
-                given=f"turns of {', '.join(turn['role'] for turn in posed_turns) or 'an assistant alone'}",
-                remedy="Correct or remove the row, or leave it out by row_filter.",
+                expected="a turn of role user, and one of user or tool at the end or before the assistant's last",
+                given=f"turns of {', '.join(roles) or 'an assistant alone'}",
+                remedy=REMEDY,
             )
         if not self.chat:
             raise ConfigError(
@@ -329,22 +329,14 @@ def read_turns(value: Sequence[Any], where: str) -> list[Message]:
         where: names row and column in errors.
 
     Raises:
-        ConfigError: there is no turn, one is no message, its role is unknown or its content missing, or no user speaks.
+        ConfigError: there is no turn, one is no message, its role is unknown, or its content missing.
 
     >>> read_turns([{"from": "human", "value": "1 + 1?"}], "Row 1")
     [{'role': 'user', 'content': '1 + 1?'}]
     """
     if not value:
         raise ConfigError(f"{where} is an empty list.", expected=EXPECTED, given="[]", remedy=REMEDY)
-    turns = [_turn(turn, f"Turn {number} of {where[:1].lower()}{where[1:]}") for number, turn in enumerate(value, 1)]
-    if not any(turn["role"] == "user" for turn in turns):
-        raise ConfigError(
-            f"{where} has no user turn.",
-            expected="a turn of role user, which is what the policy answers",
-            given=f"turns of {', '.join(turn['role'] for turn in turns)}",
-            remedy=REMEDY,
-        )
-    return turns
+    return [_turn(turn, f"Turn {number} of {where[:1].lower()}{where[1:]}") for number, turn in enumerate(value, 1)]
 
 
 def _turn(turn: Any, where: str) -> Message:
