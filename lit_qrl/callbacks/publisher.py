@@ -197,7 +197,8 @@ class WeightPublisher(RLCallback):
 
     def _settle(self) -> None:
         """Wait for what is drawn ahead: an engine takes weights between two draws."""
-        error = self.schedule.wait(self.learner)
+        with self.learner.iteration.timed("wait") if self.schedule.drawing else nullcontext():
+            error = self.schedule.settle(self.learner)
         if error is not None:
             self._bury(error)
 

@@ -23,7 +23,7 @@ from lit_qrl.loop.schedule import check_ahead, schedule_of
 from lit_qrl.loop.turns import TakesTurns
 from lit_qrl.network.structure import check_positions, check_tokens
 from lit_qrl.rewards.base import Sample, Scoring, as_tensor, weigh_by_name
-from lit_qrl.rewards.streaming import Scored, StreamingRewards
+from lit_qrl.rewards.streaming import StreamingRewards
 from lit_qrl.rollout.engine import Converses, InFlight, RolloutEngine
 from lit_qrl.run.description import Described
 from lit_qrl.run.stop import stop_run
@@ -296,7 +296,7 @@ class RolloutDataModule(Described, LightningDataModule):
             return sample_of(problems[number // self.group_size], completion, self.task, self.module.policy.decode)
 
         rewards = self.task.streaming if streams and self.engine.hands_out else ()
-        return StreamingRewards(rewards, sample, lambda all, begun: self.reward(problems, all, begun=begun))
+        return StreamingRewards(rewards, sample)
 
     def reward(
         self,
@@ -304,7 +304,7 @@ class RolloutDataModule(Described, LightningDataModule):
         completions: Sequence[Completion],
         task: Task | None = None,
         begun: Mapping[str, Scoring] | None = None,
-    ) -> Scored:
+    ) -> tuple[Tensor, dict[str, Tensor], float]:
         """Return total rewards, the parts by name, and how many samples' rewards failed; NaN is no score.
 
         Args:

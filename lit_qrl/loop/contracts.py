@@ -159,10 +159,6 @@ class Schedule:
     def measured(self, learner: "Learner") -> None:
         """Log what was measured of the iteration's schedule while the learner updated."""
 
-    def wait(self, learner: "Learner") -> EngineDiedError | None:
-        """Do as `settle`, timed as `time/wait` where that may take time."""
-        return None
-
     def settle(self, learner: "Learner") -> EngineDiedError | None:
         """Wait until nothing is drawn; return the engine's death, after which what it lacked is not begun."""
         return None
@@ -289,6 +285,10 @@ class RolloutData(Protocol):
 
     def judging(self, problems: Sequence[Problem], streams: bool) -> StreamingRewards:
         """Return the rewards of a rollout, at work already while it is drawn where `streams`."""
+        ...
+
+    def reward(self, problems: Sequence[Problem], completions: Sequence[Completion], *, begun: Any) -> Any:
+        """Return total rewards, the parts by name and the number of failures, of rewards that have begun with them."""
         ...
 
     def solved(self, parts: Mapping[str, Tensor]) -> Tensor | None:

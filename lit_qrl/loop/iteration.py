@@ -134,7 +134,8 @@ def _draw_groups(
         ids = [problem.prompt_ids for problem in problems]
         batch = assemble(ids, completions, data.group_size, learner.policy.pad_token_id)
         with state.timed("reward"):
-            batch.rewards, batch.reward_parts, failed = judging.rewards(completions)
+            begun = judging.begun_with(completions)
+            batch.rewards, batch.reward_parts, failed = data.reward(problems, completions, begun=begun)
     unscored = batch.rewards.isnan()
     batch.mask &= ~unscored[:, None]  # its tokens are in no loss, no correction and no metric
     state.metrics.values("reward/unscored", unscored.float())

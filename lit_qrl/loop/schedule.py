@@ -178,11 +178,6 @@ class RolloutPrefetcher(Schedule):
         """True where the engine has died of what is under way."""
         return any(future.done() and future.exception() is not None for future in self._futures.values())
 
-    def wait(self, learner: Learner) -> EngineDiedError | None:
-        """Do as `settle`, timed as `time/wait`."""
-        with learner.iteration.timed("wait"):
-            return self.settle(learner)
-
     def settle(self, learner: Learner) -> EngineDiedError | None:
         """Wait until nothing is under way; return the engine's death, after which what it lacked is not begun."""
         under_way: list[Future[Any]] = [*self._futures.values()]

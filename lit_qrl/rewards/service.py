@@ -21,33 +21,6 @@ LOOK = 0.1
 """Seconds between two looks at how many calls are done."""
 
 
-class Clock:
-    """The seconds in which something was under way.
-
-    >>> clock = Clock()
-    >>> clock.run(False)
-    >>> clock.seconds
-    0.0
-    """
-
-    def __init__(self) -> None:
-        self._whole, self._since = 0.0, None
-
-    def run(self, under_way: bool) -> None:
-        """Go on, or stand still."""
-        now, since = time.monotonic(), self._since
-        if under_way and since is None:
-            self._since = now
-        elif not under_way and since is not None:
-            self._whole, self._since = self._whole + now - since, None
-
-    @property
-    def seconds(self) -> float:
-        """So far."""
-        since = self._since
-        return self._whole + (0.0 if since is None else time.monotonic() - since)
-
-
 class HoldingEnds:
     """Ends the process where calls of an event loop, while they are in this context, hold the interpreter too long.
 
@@ -96,11 +69,11 @@ class Gathering:
     """
 
     def __init__(self, concurrency: int, timeout: float, retries: int = 0, apart: bool = False) -> None:
-        self.timeout, self.retries, self._clock = timeout, retries, Clock()
+        self.timeout, self.retries = timeout, retries
         self._places = asyncio.Semaphore(concurrency)
         self._held = nullcontext() if apart else HoldingEnds(timeout)
         self._begun: set[int] = set()
-        self._open = 0
+        self._open, self._worked, self._since = 0, 0.0, 0.0
         self._results: dict[int, Future[Any]] = {}
 
     def begin(self, calls: Mapping[int, Callable[[], Any]]) -> None:
@@ -142,11 +115,11 @@ class Gathering:
     @property
     def seconds(self) -> float:
         """In which some call was under way."""
-        return self._clock.seconds
+        return self._worked + (time.monotonic() - self._since if self._open else 0.0)
 
     async def _made(self, position: int, call: Callable[[], Any]) -> Any:
+        self._since = self._since if self._open else time.monotonic()
         self._open += 1
-        self._clock.run(True)
         result: Any = None
         try:
             for attempt in range(self.retries + 1):
@@ -163,8 +136,9 @@ class Gathering:
                     break
             return result
         finally:
+            worked = self.seconds
             self._open -= 1
-            self._clock.run(self._open > 0)
+            self._worked = self._worked if self._open else worked
 
 
 async def called(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -2,20 +2,16 @@
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from lit_qrl.rewards.base import Reward, Sample, Score, Scoring, check_names
 from lit_qrl.rewards.limit import Running, call, in_thread
-from lit_qrl.rewards.service import Clock
 from lit_qrl.types import Completion
 
 log = logging.getLogger(__name__)
-
-Scored = tuple[Tensor, dict[str, Tensor], float]
 
 
 class StreamingRewards:
@@ -24,19 +20,12 @@ class StreamingRewards:
     Args:
         rewards: of the task, none where nothing streams; those that want all samples at once are left out.
         sample: from a completion's number, prompt-major, and the completion to what rewards see.
-        score: total rewards, the parts by name and the number of failures of all completions, from them and what has
-            begun with them, by the rewards' names.
     """
 
-    def __init__(
-        self,
-        rewards: Sequence[Reward],
-        sample: Callable[[int, Completion], Sample],
-        score: Callable[[Sequence[Completion], Mapping[str, Scoring]], Scored],
-    ) -> None:
+    def __init__(self, rewards: Sequence[Reward], sample: Callable[[int, Completion], Sample]) -> None:
         if rewards:
             check_names(rewards)
-        self._rewards, self._sample, self._score = rewards, sample, score
+        self._rewards, self._sample = rewards, sample
         self.begun: dict[str, Scoring] = {}
         self.again()
 
@@ -77,11 +66,11 @@ class StreamingRewards:
         for scoring in self.begun.values():
             scoring.add(samples)
 
-    def rewards(self, completions: Sequence[Completion]) -> Scored:
-        """Return what all completions score; begun anew where other ones were handed out."""
+    def begun_with(self, completions: Sequence[Completion]) -> dict[str, Scoring]:
+        """Return by name the rewards at work on all completions; begun anew where other ones were handed out."""
         if any(completions[number].token_ids != tokens for number, tokens in self._seen.items()):
             self.again()
-        return self._score(completions, self.begun)
+        return self.begun
 
     def close(self) -> None:
         """Give up what is not done."""
@@ -105,7 +94,8 @@ class InTurn:
     """
 
     def __init__(self, reward: Reward, turn: threading.Lock) -> None:
-        self.reward, self.turn, self._clock = reward, turn, Clock()
+        self.reward, self.turn = reward, turn
+        self._worked, self._since = 0.0, None
         self._waiting: deque[tuple[int, Sample]] = deque()
         self._added: set[int] = set()
         self._running: list[Running] = []
@@ -141,7 +131,7 @@ class InTurn:
     @property
     def seconds(self) -> float:
         """In which it was called."""
-        return self._clock.seconds
+        return self._worked + (0.0 if self._since is None else time.monotonic() - self._since)
 
     def _work(self) -> None:
         """Score all that has come; after an error nothing is begun again."""
@@ -149,14 +139,14 @@ class InTurn:
             samples = {} if self._dropped else dict(self._waiting.popleft() for _ in range(len(self._waiting)))
             if not samples:
                 return
-            self._clock.run(True)
+            self._since = time.monotonic()
             try:
                 self._score(samples)
             except BaseException:
                 self.drop()
                 raise
             finally:
-                self._clock.run(False)
+                self._worked, self._since = self.seconds, None
 
     def _score(self, samples: dict[int, Sample]) -> None:
         positions = list(samples)

@@ -18,7 +18,7 @@ def drawn(*tokens):
 
 
 def streaming(rewards, sample=lambda number, completion: SAMPLES[number]):
-    return StreamingRewards(rewards, sample, lambda completions, begun: begun)
+    return StreamingRewards(rewards, sample)
 
 
 def length(completions):
@@ -205,8 +205,8 @@ def test_completions_are_handed_on_once_and_forgotten_where_others_were_drawn():
     judging({2: drawn(5)})
     judging({2: drawn(5), 0: drawn(6)})
     assert first.added == [{2: (2, [5])}, {0: (0, [6])}]
-    assert judging.rewards([drawn(6), drawn(7), drawn(5)]) == {"own": first}
-    judging.rewards([drawn(6), drawn(7), drawn(8)])
+    assert judging.begun_with([drawn(6), drawn(7), drawn(5)]) == {"own": first}
+    judging.begun_with([drawn(6), drawn(7), drawn(8)])
     assert (first.dropped, reward.begun.added) == (1, [])
     judging({2: drawn(8)})
     assert reward.begun.added == [{2: (2, [8])}]
@@ -221,7 +221,7 @@ def test_a_sample_that_cannot_be_made_is_no_fault_of_the_engine():
     judging({0: drawn(1)})
     judging({1: drawn(2)})
     assert reward.begun.added == []
-    assert judging.rewards([drawn(1), drawn(2)]) == {"own": reward.begun}
+    assert judging.begun_with([drawn(1), drawn(2)]) == {"own": reward.begun}
 
 
 def test_an_early_reward_that_is_late_is_ended():
