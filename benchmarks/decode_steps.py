@@ -78,7 +78,8 @@ def _begin(bench: Any, batch: int, seeds: bool, logprobs: bool) -> list[str]:
     from lit_qrl.types import SamplingParams
 
     sampling = SamplingParams(max_tokens=bench.args.completion, ignore_stop=True)
-    params = [requests.drawing(sampling, requests.request_seed(7, i, 0)) for i in range(batch)]
+    asked = [requests.Asked(i, (), sampling, requests.request_seed(7, i, 0)) for i in range(batch)]
+    params = [requests.params_of(one) for one in asked]
     for one in params:
         one.seed, one.logprobs = one.seed if seeds else None, one.logprobs if logprobs else None
     llm = bench.engine.llm

@@ -33,6 +33,7 @@ from lit_qrl.rollout.embedded.sampler import EmbeddedSampler
 from lit_qrl.rollout.engine import SamplerSpec
 from lit_qrl.rollout.vllm import same_kernels
 from lit_qrl.rollout.vllm.arguments import USED
+from lit_qrl.rollout.vllm.base import VLLM
 from lit_qrl.shipped import shipped
 from lit_qrl.strategies.colocated import ColocatedStrategy
 from lit_qrl.strategies.peers import Peers
@@ -185,12 +186,11 @@ def dry_run(trainer: Trainer, module: GRPOModule, data: RolloutDataModule, gib: 
 def same_kernels_told(trainer: Trainer, module: GRPOModule, data: RolloutDataModule) -> str:
     """Return what `data.engine.same_kernels` does on a GPU that has the kernels; nothing for an engine without it."""
     remote = isinstance(data.engine, RemoteVLLMEngine)
-    engine = data.engine.engine if isinstance(data.engine, RemoteVLLMEngine) else data.engine
-    if not isinstance(engine, VLLMEngine):
+    if not isinstance(data.engine, VLLM):
         return ""
     network = module.policy.network.to(dtype_of(module, trainer, torch.device("cuda")))
     take_one_pass(network, bool(module.policy.fuse))  # as the policy does where there is CUDA
-    said = same_kernels.foretold(engine, spec_of(trainer), network, remote)
+    said = same_kernels.foretold(data.engine, spec_of(trainer), network, remote)
     return f"data.engine.same_kernels: {said}."
 
 

@@ -66,7 +66,8 @@ def serve(
     from lit_qrl.rollout.engine import SamplerSpec
     from lit_qrl.rollout.vllm.addresses import read_key, visible
     from lit_qrl.rollout.vllm.arguments import flags, llm_arguments
-    from lit_qrl.rollout.vllm.engine import DTYPES, VLLMEngine
+    from lit_qrl.rollout.vllm.base import DTYPES
+    from lit_qrl.rollout.vllm.engine import VLLMEngine
     from lit_qrl.rollout.vllm.folder import keep, model_folder
     from lit_qrl.rollout.vllm.guard import KEY
     from lit_qrl.rollout.vllm.process import environment_of

@@ -60,25 +60,6 @@ def address_towards(host: str) -> str:
         return sock.getsockname()[0]
 
 
-def spread(tokens: Sequence[int], servers: int) -> list[list[int]]:
-    """Return which prompts each server draws: the largest first, each to the server with the fewest tokens to come.
-
-    Args:
-        tokens: that each prompt and its completions may have.
-        servers: how many.
-
-    >>> spread([10, 40, 10, 20], 2)
-    [[1], [0, 2, 3]]
-    """
-    parts: list[list[int]] = [[] for _ in range(servers)]
-    outstanding = [0] * servers
-    for i in sorted(range(len(tokens)), key=lambda i: -tokens[i]):
-        least = outstanding.index(min(outstanding))
-        parts[least].append(i)
-        outstanding[least] += tokens[i]
-    return [sorted(part) for part in parts]
-
-
 def addresses(
     devices: str | Sequence[int | str],
     hosts: Sequence[str] | None,

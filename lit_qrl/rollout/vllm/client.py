@@ -1,7 +1,6 @@
 """vLLM in processes of its own: a client of `vllm serve`, of as many as there are, behind the contract of an engine."""
 
 import base64
-import hashlib
 import json
 import math
 import resource
@@ -9,11 +8,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import torch
@@ -21,31 +17,24 @@ from torch import Tensor, nn
 
 from lit_qrl.errors import ConfigError, listed
 from lit_qrl.formats.base import NumberFormat
-from lit_qrl.network.structure import check_tokens
 from lit_qrl.receipts.clock import Clock
 from lit_qrl.receipts.ledger import Fault, PublishError, PublishReport, ReceivedLedger, RefusedError, TensorReceipt
 from lit_qrl.rollout.engine import (
-    Dialogue,
     EngineDiedError,
     EnginePolicy,
-    Finished,
-    Progress,
-    RolloutEngine,
     SamplerSpec,
-    Turn,
 )
 from lit_qrl.rollout.vllm import folder, requests, same_kernels
-from lit_qrl.rollout.vllm.addresses import Address, address_towards, addresses, spread, visible
+from lit_qrl.rollout.vllm.addresses import Address, address_towards, addresses, visible
 from lit_qrl.rollout.vllm.arguments import flags, llm_arguments
-from lit_qrl.rollout.vllm.engine import VLLMEngine
+from lit_qrl.rollout.vllm.base import VLLM
 from lit_qrl.rollout.vllm.errors import SHAPES
 from lit_qrl.rollout.vllm.installation import installed_version
 from lit_qrl.rollout.vllm.process import environment_of
 from lit_qrl.rollout.vllm.server import Server
 from lit_qrl.rollout.vllm.ways import Broadcast, DeviceMemory, Files, Named, Packed, Sender, chunks
-from lit_qrl.types import Completion, SamplingParams
+from lit_qrl.types import Completion
 
-T = TypeVar("T")
 Transfer = Literal["auto", "files", "ipc", "nccl"]
 TICK = 0.5
 """Seconds between two looks at how far the servers are."""
@@ -57,7 +46,7 @@ SAYS_VERSIONS = (0, 32)
 """The version of vLLM from which a server says which weights drew which token."""
 
 
-class RemoteVLLMEngine(RolloutEngine):
+class RemoteVLLMEngine(VLLM):
     """Holds vLLM in servers of its own (`vllm serve`), which a run starts or finds: on other devices, or other hosts.
 
     Completions are dealt to the servers by outstanding tokens, and a completion's randomness comes from its prompt's
@@ -81,9 +70,7 @@ class RemoteVLLMEngine(RolloutEngine):
         **options: of `VLLMEngine`, with which vLLM is started in each.
     """
 
-    single_format = True
-    kernels = "vllm"
-    overlaps = hands_out = True
+    overlaps = True
 
     def __init__(
         self,
@@ -96,29 +83,24 @@ class RemoteVLLMEngine(RolloutEngine):
         silence: float = 20.0,
         **options: Any,
     ) -> None:
-        self.engine = engine = VLLMEngine(**options)
+        super().__init__(**options)
         self.devices, self.hosts, self.token_file = devices, hosts, token_file
         self.ca_file, self.folder, self.silence = ca_file, folder, silence
         self.transfer: Transfer = transfer
         own = "Leave it out, or set data.engine to VLLMEngine."
         refuse(
-            (engine.draws_together, "tensor_parallel_size", own),
-            (engine.batch_invariant, "batch_invariant", own),
-            (engine.same_kernels is True, "same_kernels", own),
-            (engine.sleep_level > 0, "sleep_level", "Leave it at 0: the GPU is the server's alone."),
+            (self.draws_together, "tensor_parallel_size", own),
+            (self.batch_invariant, "batch_invariant", own),
+            (self.same_kernels is True, "same_kernels", own),
+            (self.sleep_level > 0, "sleep_level", "Leave it at 0: the GPU is the server's alone."),
             (transfer == "ipc" and bool(hosts), "CUDA handles of another host (transfer: ipc)", "Leave transfer out."),
         )
         found = installed_version()
         self._says_versions = found is None or found[0][:2] >= SAYS_VERSIONS
-        self.plain_dtype = engine.plain_dtype
-        self.spec = SamplerSpec()
-        self.policy: Any = None
         self.servers: list[Server] = []
-        self._folder: Path | None = None
         self._sender: Sender | None = None
-        self._usable = self._paused = self._poisoned = False
         self._until: Callable[[], None] | None = None
-        self._kept: tuple[str, dict[int, Completion]] = ("", {})
+        self._paused = False
 
     # ------------------------------------------------------------------------------------------------- start and end
 
@@ -128,7 +110,7 @@ class RemoteVLLMEngine(RolloutEngine):
         Raises:
             ConfigError: also for a server that cannot be reached, knows another key, or is of another version.
         """
-        self.spec = replace(spec, on_hang=None)
+        self.spec = spec
         here, says = "Set data.engine to VLLMEngine.", ".".join(map(str, SAYS_VERSIONS))
         refuse(
             (spec.kept, "the tokens among which one was drawn (top_p or top_k with a learner that masks)", here),
@@ -150,7 +132,7 @@ class RemoteVLLMEngine(RolloutEngine):
                 remedy="Leave transfer out.",
             )
         if not self.hosts:
-            self.engine.validate(replace(self.spec, in_flight="none"))
+            super().validate(spec)
         if not self.servers:
             self.servers = [Server(one, self.silence) for one in found]
         for server in self.servers if self.hosts else ():
@@ -160,29 +142,28 @@ class RemoteVLLMEngine(RolloutEngine):
     def check_model(self, network: nn.Module) -> None:
         """Raise `ConfigError` for a model that the installed vLLM lacks or this host cannot run."""
         if not self.hosts:
-            self.engine.check_model(network)
+            super().check_model(network)
 
     def setup(self, spec: SamplerSpec, policy: EnginePolicy) -> None:
         """Start the servers that are not there, and connect them; the others keep what they hold."""
-        self.spec, self.policy = replace(spec, on_hang=None), policy
+        self.spec, self.policy = spec, policy
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         most = FILES if hard == resource.RLIM_INFINITY else min(hard, FILES)
         if 0 <= soft < most:  # each request that is under way is a socket, and 1,024 is the usual limit
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
         if not self.servers:
             self.validate(spec)
-        self.engine.spec, self.engine.policy = self.spec, policy
-        self.plain_dtype = dtype = self.engine.choose_dtype(spec, policy.network)
-        longest = self.engine.longest()
+        self.plain_dtype = dtype = self.choose_dtype(spec, policy.network)
+        longest = self.longest()
         if self._folder is None:
             layers = spec.exclude, spec.quantize_head
             self._folder = folder.model_folder(policy.network, spec.format, *layers, dtype, longest)
-        arguments = llm_arguments(self.engine, self._folder, dtype, longest)
-        same_kernels.chosen(self.engine.same_kernels, spec, policy.network, dtype, arguments, same_kernels.APART)
+        arguments = llm_arguments(self, self._folder, dtype, longest)
+        same_kernels.chosen(self.same_kernels, spec, policy.network, dtype, arguments, same_kernels.APART)
         for server in self.servers:
-            environment = environment_of(self.engine.deep_gemm, self.engine.kv_cache_gib) | self._seen(server.address)
+            environment = environment_of(self.deep_gemm, self.kv_cache_gib) | self._seen(server.address)
             server.arguments, server.environment = [str(self._folder), *flags(arguments)], environment
-            server.timeout = self.engine.start_timeout
+            server.timeout = self.start_timeout
             server.start()
         for server in self.servers:
             if not server.ready:
@@ -263,13 +244,8 @@ class RemoteVLLMEngine(RolloutEngine):
         for server in servers:
             server.close()
         self._leave()
-        self._kept, self._usable = ("", {}), False
+        self._kept, self._usable = (None, {}), False
         self._remove_folder()
-
-    def _remove_folder(self) -> None:
-        if self._folder is not None:
-            folder.remove(self._folder)
-            self._folder = None
 
     @contextmanager
     def _asked(self) -> Iterator[None]:
@@ -295,11 +271,6 @@ class RemoteVLLMEngine(RolloutEngine):
         return done
 
     # ----------------------------------------------------------------------------------------------------- publishing
-
-    def arranged(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Return a stream as vLLM takes it."""
-        self.engine.policy = self.policy
-        return self.engine.arranged(tensors)
 
     def load_weights(
         self, tensors: Iterator[tuple[str, Tensor]], format: NumberFormat | None, version: int
@@ -370,7 +341,7 @@ class RemoteVLLMEngine(RolloutEngine):
 
     def _patience(self) -> float:
         """Seconds for a part of a publish: the first compiles kernels."""
-        return self.silence if all("publish" in server.done for server in self.servers) else self.engine.start_timeout
+        return self.silence if all("publish" in server.done for server in self.servers) else self.start_timeout
 
     def _abandon(self) -> None:
         for server in self.servers:
@@ -457,93 +428,36 @@ class RemoteVLLMEngine(RolloutEngine):
 
     # ----------------------------------------------------------------------------------------------------- generation
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        n: int,
-        seed: int,
-        progress: Progress | None = None,
-        sampling: SamplingParams | None = None,
-        positions: Sequence[int] | None = None,
-        finished: Finished | None = None,
-    ) -> list[Completion]:
-        """Return `n` completions of each prompt, prompt-major; each is handed out as soon as it is there."""
-        self._check(prompts, sampling)
-        numbers = list(range(len(prompts)) if positions is None else positions)
-        drawn_with = sampling or self.spec.sampling
-        key = hashlib.sha256(repr((self.version, prompts, n, seed, drawn_with, numbers)).encode()).hexdigest()
-        kept = self._kept[1] if self._kept[0] == key else {}
-        self._kept = (key, kept)
-        missing = [i for i in range(len(prompts)) if not all(i * n + k in kept for k in range(n))]
-        parts = spread([len(prompts[i]) + n * drawn_with.max_tokens for i in missing], len(self.servers))
+    def _draw(self, kind: str, more: requests.More, take: Callable[[dict[int, Any]], None]) -> None:
+        """Draw by all servers at the same time: a group by the one that was dealt the fewest tokens until then.
 
-        def draw(server: Server, row: int) -> tuple[int, Completion]:
-            place = numbers[row // n], row % n
-            return row, self._draw(server, prompts[row // n], drawn_with, requests.request_seed(seed, *place))
-
-        jobs = [
-            (server, partial(draw, server, missing[i] * n + k))
-            for server, part in zip(self.servers, parts, strict=True)
-            for i in sorted(part, key=lambda i: (-len(prompts[missing[i]]), i))
-            for k in range(n)
-            if missing[i] * n + k not in kept
-        ]
-
-        def tell() -> None:
-            if progress is not None:
-                progress(len(kept), sum(len(one.token_ids) for one in kept.values()))
-
-        for row, completion in self._together("draw", requests.at_once(jobs), tell):
-            kept[row] = completion
-            if finished is not None:
-                finished({row: completion})
-        self._kept = ("", {})
-        return [kept[row] for row in range(len(prompts) * n)]
-
-    def _check(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | None) -> None:
-        if not self._usable:
-            raise RuntimeError("The engine has no complete weights yet: publish all of them with load_weights() first.")
-        limit = SimpleNamespace(max_tokens=(sampling or self.spec.sampling).max_tokens)
-        requests.check_lengths(prompts, [limit] * len(prompts), self.engine.longest())
-        check_tokens(self.policy.network.config, prompts)
-
-    def _together(
-        self,
-        kind: str,
-        more: Callable[[bool], Sequence[tuple[Server, Callable[[], T]]] | None],
-        tell: Callable[[], Any] = lambda: None,
-    ) -> Iterator[T]:
-        """Do jobs of several servers at the same time, and yield what comes of them as it comes.
-
-        A server that dies ends its own jobs; those of the others are done before its death is raised.
-
-        Args:
-            kind: of the work.
-            more: returns the jobs that came since, or None where none will come any more; it is told whether some are
-                under way.
-            tell: called now and then.
+        A server that dies ends its own requests; those of the others are done before its death is raised.
         """
+        dealt, places = dict.fromkeys(self.servers, 0), dict[int, Server]()
         deaths: list[EngineDiedError] = []
         pools: dict[Server, ThreadPoolExecutor] = {}
-        under_way: set[Future[T]] = set()
+        under_way: set[Future[tuple[int, Any]]] = set()
         with ExitStack() as stack:
             try:
-                while (jobs := None if deaths else more(bool(under_way))) is not None or under_way:
-                    for server, job in jobs or ():
+                while (asked := None if deaths else more(bool(under_way))) is not None or under_way:
+                    for one in asked or ():
+                        server = places.setdefault(one.group, min(self.servers, key=dealt.__getitem__))
+                        dealt[server] += len(one.tokens) + (one.sampling.max_tokens if one.sampling else 1)
                         if server not in pools:
                             stack.enter_context(server.watched(kind))
                             pools[server] = ThreadPoolExecutor(
                                 AT_ONCE, thread_name_prefix=f"draw {server.address.name}"
                             )
                             stack.callback(pools[server].shutdown, wait=False, cancel_futures=True)
-                        under_way.add(pools[server].submit(job))
-                    done, under_way = wait(under_way, TICK if jobs is None else TICK / 10, FIRST_COMPLETED)
+                        under_way.add(pools[server].submit(self._answer, server, one))
+                    done, under_way = wait(under_way, TICK if asked is None else TICK / 10, FIRST_COMPLETED)
                     for future in done:
                         try:
-                            yield future.result()
+                            key, answer = future.result()
                         except EngineDiedError as error:
                             deaths.append(error)
-                    tell()
+                        else:
+                            take({key: self._noted(answer)})
             except BaseException:  # the run is interrupted, and nobody waits for what is drawn
                 for server in pools:
                     server.hang_up()
@@ -552,61 +466,30 @@ class RemoteVLLMEngine(RolloutEngine):
             with self._asked():
                 raise deaths[0]
 
-    def _draw(self, server: Server, prompt: Sequence[int], sampling: SamplingParams, seed: int) -> Completion:
-        version, asked = self.version, requests.sampling_options(sampling, seed)
-        answer = server.post("/inference/v1/generate", self._request(prompt, asked))
-        drawn = completion_of(answer["choices"][0], version)
-        self._poisoned |= not all(map(math.isfinite, drawn.logprobs))
-        return drawn
-
-    def _request(self, tokens: Sequence[int], sampling: Mapping[str, Any]) -> dict[str, Any]:
-        salt = f"version {self.version}"  # by which no prefix of other weights is found
-        return {"token_ids": list(tokens), "sampling_params": dict(sampling), "cache_salt": salt}
+    def _answer(self, server: Server, asked: requests.Asked) -> tuple[int, Any]:
+        version = self.version
+        body = {
+            "token_ids": list(asked.tokens),
+            "sampling_params": requests.options_of(asked),
+            "cache_salt": f"version {version}",  # by which no prefix of other weights is found
+        }
+        answer = server.post("/inference/v1/generate", body)
+        if asked.sampling is not None:
+            return asked.key, completion_of(answer["choices"][0], version)
+        found = zip(answer["prompt_logprobs"], asked.tokens, strict=True)
+        values = [tokens[str(token)]["logprob"] for tokens, token in found if tokens is not None]
+        return asked.key, torch.tensor([math.nan if one is None else one for one in values], dtype=torch.float32)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Return the sampler's log-probs (fp32, T = 1, "length − 1") of each sequence's tokens after the first."""
-        self._check(sequences, replace(self.spec.sampling, max_tokens=1))
-
-        def ask(server: Server, row: int) -> tuple[int, Tensor]:
-            answer = server.post("/inference/v1/generate", self._request(sequences[row], requests.SCORING))
-            found = zip(answer["prompt_logprobs"], sequences[row], strict=True)
-            values = [tokens[str(token)]["logprob"] for tokens, token in found if tokens is not None]
-            return row, torch.tensor([math.nan if one is None else one for one in values], dtype=torch.float32)
-
+        """Return what `VLLM.score` does; vLLM scores in steps like any others, so what stands goes on meanwhile."""
         standing = self._paused
-        if standing:  # vLLM scores in steps like any others: what is under way goes on meanwhile
+        if standing:
             self.resume()
         try:
-            jobs = [
-                (server, partial(ask, server, row))
-                for row, server in enumerate(self.servers[i % len(self.servers)] for i in range(len(sequences)))
-            ]
-            found = dict(self._together("score", requests.at_once(jobs)))
+            return super().score(sequences)
         finally:
             if standing:
                 self.pause()
-        self._poisoned |= not all(bool(values.isfinite().all()) for values in found.values())
-        return [found[row] for row in range(len(sequences))]
-
-    def converse(self, dialogue: Dialogue, sampling: SamplingParams | None = None) -> None:
-        """Draw every turn of a dialogue as soon as it is there, a sequence's by the same server every time."""
-        drawn_with = sampling or self.spec.sampling
-
-        def draw(server: Server, turn: Turn) -> tuple[Turn, Completion]:
-            seed = requests.request_seed(turn.seed, 0, 0)
-            return turn, self._draw(server, turn.tokens, replace(drawn_with, max_tokens=turn.max_tokens), seed)
-
-        def more(waiting: bool) -> list[tuple[Server, Callable[[], tuple[Turn, Completion]]]] | None:
-            if not dialogue.open:
-                return None
-            turns = dialogue.waiting("no" if waiting else "any")
-            for turn in turns:
-                self._check([turn.tokens], replace(drawn_with, max_tokens=turn.max_tokens))
-            servers = [self.servers[turn.index % len(self.servers)] for turn in turns]
-            return [(server, partial(draw, server, turn)) for server, turn in zip(servers, turns, strict=True)]
-
-        for turn, completion in self._together("draw", more):
-            dialogue.answered(turn, completion)
 
 
 def refuse(*rows: tuple[bool, str, str]) -> None:

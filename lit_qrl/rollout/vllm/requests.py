@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,9 +18,29 @@ from lit_qrl.rollout.vllm.watchdog import Watchdog
 from lit_qrl.seeding import derive_seed
 from lit_qrl.types import Completion, SamplingParams
 
-T = TypeVar("T")
-Asked = tuple[int, Sequence[int], Any]
-"""A request: a number by which its output comes back, token ids, and vLLM's parameters."""
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request.
+
+    Args:
+        key: by which its answer comes back.
+        tokens: of the prompt, or of a given sequence.
+        sampling: how its completion is drawn; None asks for the log-probs of the given tokens.
+        seed: of its own generator.
+        group: requests of one are drawn by the same server, which then has their prefix.
+        records: ask for the ids among which each token was drawn, too.
+    """
+
+    key: int
+    tokens: Sequence[int]
+    sampling: SamplingParams | None = None
+    seed: int = 0
+    group: int = 0
+    records: bool = False
+
+
+More = Callable[[bool], Sequence[Asked] | None]
 
 # vLLM's samplers take the seed as a signed 32-bit number on some devices.
 SEED_RANGE = 2**31
@@ -30,13 +50,11 @@ SCORING = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 0.0, "ignore_eo
 """vLLM's parameters for the log-probs of a given sequence; one token must be drawn, and is dropped."""
 
 
-def sampling_options(sampling: SamplingParams, seed: int) -> dict[str, Any]:
-    """Return vLLM's parameters of one completion with processed log-probs of the drawn tokens alone.
-
-    Args:
-        sampling: how tokens are drawn.
-        seed: of the request.
-    """
+def options_of(asked: Asked) -> dict[str, Any]:
+    """Return vLLM's parameters of a request: for a completion processed log-probs of the drawn tokens alone."""
+    sampling = asked.sampling
+    if sampling is None:
+        return SCORING
     return {
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
@@ -46,25 +64,16 @@ def sampling_options(sampling: SamplingParams, seed: int) -> dict[str, Any]:
         "ignore_eos": True,  # what ends a completion is in stop_token_ids alone
         "logprobs": 0,
         "detokenize": False,
-        "seed": seed,
+        "seed": asked.seed,
     }
 
 
-def drawing(sampling: SamplingParams, seed: int, kept: bool = False) -> Any:
-    """Return `sampling_options` as vLLM takes them in this process.
+def params_of(asked: Asked) -> Any:
+    """Return them as vLLM takes them in this process, where it can also say what else could have been drawn."""
+    from vllm.sampling_params import SamplingParams as VLLMSamplingParams
 
-    Args:
-        sampling: how tokens are drawn.
-        seed: of the request.
-        kept: with the log-probs of all tokens that could have been drawn.
-    """
-    found = sampling_options(sampling, seed)
-    return _sampling_class()(**{**found, "logprobs": ALL if kept else 0}, flat_logprobs=True)
-
-
-def scoring() -> Any:
-    """Return `SCORING` as vLLM takes it in this process."""
-    return _sampling_class()(**SCORING)
+    here = {} if asked.sampling is None else {"logprobs": ALL if asked.records else 0, "flat_logprobs": True}
+    return VLLMSamplingParams(**{**options_of(asked), **here})
 
 
 def request_seed(seed: int, row: int, sample: int) -> int:
@@ -87,9 +96,9 @@ def by_length(prompts: Sequence[Sequence[int]], n: int) -> list[int]:
     return sorted(range(len(prompts) * n), key=lambda i: (-len(prompts[i // n]), i))
 
 
-def check_lengths(prompts: Sequence[Sequence[int]], params: Sequence[Any], limit: int) -> None:
+def check_lengths(prompts: Sequence[Sequence[int]], max_tokens: int, limit: int) -> None:
     """Raise `ValueError` for a request that is longer than the engine was built for."""
-    longest = max((len(prompt) + param.max_tokens for prompt, param in zip(prompts, params, strict=True)), default=0)
+    longest = max((len(prompt) + max_tokens for prompt in prompts), default=0)
     if longest > limit or not all(len(prompt) for prompt in prompts):
         raise ValueError(
             f"A request does not fit the engine. Expected: 1 to {limit} tokens, prompt and completion together. "
@@ -97,18 +106,14 @@ def check_lengths(prompts: Sequence[Sequence[int]], params: Sequence[Any], limit
         )
 
 
-def at_once(batch: Sequence[T]) -> Callable[[bool], Sequence[T] | None]:
+def at_once(batch: Sequence[Asked]) -> More:
     """Return what gives a batch when it is asked for more the first time, and then None."""
     left = [batch]
     return lambda under_way: left.pop() if left else None
 
 
 def run(
-    llm: Any,
-    more: Callable[[bool], Sequence[Asked] | None],
-    take: Callable[[dict[int, Any]], None],
-    adapter: bool,
-    watchdog: Watchdog,
+    llm: Any, more: More, take: Callable[[list[tuple[Asked, Any]]], None], adapter: bool, watchdog: Watchdog
 ) -> None:
     """Draw requests until no more come, with a look at the clock after each step.
 
@@ -116,33 +121,32 @@ def run(
         llm: the engine.
         more: returns the requests that came since, or None where none will come any more; it is told whether some are
             under way, and may wait where none is.
-        take: called after a step in which some ended with their outputs, by the number of the request.
+        take: called after a step in which some ended, with those and vLLM's outputs.
         adapter: draw through the published adapter.
         watchdog: of the steps.
 
     Raises:
         EngineDiedError: when vLLM fails, or a step takes longer than the watchdog allows.
     """
-    keys: dict[int, int] = {}
+    under_way: dict[int, Asked] = {}
     lora = request() if adapter else None
     given: list[str] = []
     try:
         with watchdog:
-            while (asked := more(bool(keys))) is not None or keys:
+            while (asked := more(bool(under_way))) is not None or under_way:
                 watchdog.beat()
                 if asked:
-                    inputs: list[Any] = [{"prompt_token_ids": list(prompt)} for _, prompt, _ in asked]
-                    params = [one for *_, one in asked]
-                    ids = llm.enqueue(inputs, params, use_tqdm=False, lora_request=lora)
+                    inputs: list[Any] = [{"prompt_token_ids": list(one.tokens)} for one in asked]
+                    ids = llm.enqueue(inputs, [params_of(one) for one in asked], use_tqdm=False, lora_request=lora)
                     given += ids
-                    keys |= {_number(name): key for name, (key, *_) in zip(ids, asked, strict=True)}
-                if not keys:
+                    under_way |= {_number(name): one for name, one in zip(ids, asked, strict=True)}
+                if not under_way:
                     continue
                 if not llm.llm_engine.has_unfinished_requests():
-                    raise RuntimeError(f"it has lost {len(keys)} requests")
+                    raise RuntimeError(f"it has lost {len(under_way)} requests")
                 finished = [output for output in llm.llm_engine.step() if output.finished]
                 if finished:
-                    take({keys.pop(_number(output.request_id)): output for output in finished})
+                    take([(under_way.pop(_number(output.request_id)), output) for output in finished])
     except (KeyboardInterrupt, SystemExit, StoppedError):
         llm.llm_engine.abort_request(given)
         raise
@@ -225,17 +229,21 @@ def kept_ids(logprobs: Any) -> tuple[list[float], list[Tensor]]:
     return [logprobs.logprobs[first] for first, _ in rows], kept
 
 
-def completion(output: Any, version: int, routed: Routed | None = None, kept: bool = False) -> Completion:
-    """Return the one completion of a request.
+def answer(asked: Asked, output: Any, version: int, routed: Routed | None = None) -> Completion | Tensor:
+    """Return the completion of a request, or the log-probs (fp32, T = 1) of its tokens after the first.
 
     Args:
-        output: of the request.
+        asked: the request.
+        output: vLLM's.
         version: of the weights.
         routed: where the experts of its tokens were asked for.
-        kept: the ids that could have been drawn were asked for.
     """
+    if asked.sampling is None:
+        rows = output.prompt_logprobs
+        values = [rows[i][token].logprob for i, token in enumerate(asked.tokens) if i]
+        return torch.tensor(values, dtype=torch.float32)
     drawn = output.outputs[0]
-    logprobs, ids = kept_ids(drawn.logprobs) if kept else (list(drawn.logprobs.logprobs), None)
+    logprobs, ids = kept_ids(drawn.logprobs) if asked.records else (list(drawn.logprobs.logprobs), None)
     return Completion(
         token_ids=list(drawn.token_ids),
         logprobs=logprobs,
@@ -244,15 +252,3 @@ def completion(output: Any, version: int, routed: Routed | None = None, kept: bo
         routed_experts=None if routed is None else routed.of(output),
         kept=ids,
     )
-
-
-def scores(output: Any, sequence: Sequence[int]) -> Tensor:
-    """Return the log-probs (fp32, T = 1) of a sequence's tokens after the first."""
-    rows = output.prompt_logprobs
-    return torch.tensor([rows[i][token].logprob for i, token in enumerate(sequence) if i], dtype=torch.float32)
-
-
-def _sampling_class() -> Any:
-    from vllm.sampling_params import SamplingParams as VLLMSamplingParams
-
-    return VLLMSamplingParams

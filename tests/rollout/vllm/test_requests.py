@@ -10,9 +10,10 @@ from lit_qrl.data.environment import MultiTurnTask
 from lit_qrl.loop.turns import Conversations
 from lit_qrl.rollout.vllm.requests import (
     SEED_RANGE,
+    Asked,
     Routed,
+    answer,
     check_lengths,
-    completion,
     request_seed,
 )
 from lit_qrl.types import SamplingParams
@@ -28,8 +29,8 @@ from tests.vllm_engines import (
 
 def test_an_empty_prompt_is_refused_and_no_prompt_is_fine():
     with pytest.raises(ValueError, match="an empty prompt"):
-        check_lengths([[]], [SimpleNamespace(max_tokens=1)], limit=9)
-    check_lengths([], [], limit=1)
+        check_lengths([[]], 1, limit=9)
+    check_lengths([], 1, limit=1)
 
 
 def test_every_completion_has_a_seed_of_its_own_in_range():
@@ -46,7 +47,7 @@ def test_a_completion_is_read_with_its_version(reason, expected):
         logprobs=SimpleNamespace(logprobs=[-0.5, -1.0]),
         finish_reason=reason,
     )
-    got = completion(SimpleNamespace(outputs=[drawn]), 7)
+    got = answer(Asked(0, [3], SamplingParams()), SimpleNamespace(outputs=[drawn]), 7)
     assert (got.token_ids, got.logprobs, got.finish_reason, got.version) == ([4, 5], [-0.5, -1.0], expected, 7)
     assert got.routed_experts is None
 
@@ -56,7 +57,7 @@ def routes_read(given, experts=8, chosen=2, layers=(1, 2), prompt=2):
     drawn = SimpleNamespace(token_ids=(4, 5), logprobs=SimpleNamespace(logprobs=[0, 0]), finish_reason="stop")
     drawn.routed_experts = given
     output = SimpleNamespace(outputs=[drawn], prompt_token_ids=[7] * prompt)
-    return completion(output, 0, Routed(layers, experts, chosen)).routed_experts
+    return answer(Asked(0, [3], SamplingParams()), output, 0, Routed(layers, experts, chosen)).routed_experts
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int32])

@@ -24,6 +24,7 @@ from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.engine import EngineDiedError, Learners, Pauses, SamplerSpec
 from lit_qrl.rollout.vllm import client, guard, server, ways
 from lit_qrl.rollout.vllm.addresses import Address, addresses, read_key
+from lit_qrl.rollout.vllm.base import VLLM
 from lit_qrl.rollout.vllm.client import (
     RemoteVLLMEngine,
     between,
@@ -326,7 +327,7 @@ def served(monkeypatch):
 
     def engine(silence=1.0):
         made.append(RemoteVLLMEngine(devices=["cpu", "cpu"], silence=silence, dtype="fp32"))
-        monkeypatch.setattr(made[-1].engine, "validate", lambda spec: None)
+        monkeypatch.setattr(VLLM, "validate", lambda self, spec: None)
         spec = SamplerSpec(sampling=SamplingParams(max_tokens=5), prompt_limit=16)
         made[-1].setup(spec, SimpleNamespace(network=network))
         return made[-1]
