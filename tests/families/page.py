@@ -1,4 +1,4 @@
-"""docs/models.md, and what `lit-qrl models` shows, from the cells that were measured and kept."""
+"""docs/models.md, which `lit-qrl models` shows, from the cells that were measured and kept."""
 
 import json
 import math
@@ -7,7 +7,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lit_qrl.cli.models import METHODS
 from tests.families.configs import FAMILIES, Family
 
 ROOT = Path(__file__).parents[2]
@@ -38,6 +37,17 @@ def kept(family: Family) -> dict[str, dict[str, dict[str, Any]]]:
     return json.loads(path.read_text())["engines"] if path.exists() else {}
 
 
+METHODS = {
+    "publish": "two publishes",
+    "fit": "fit",
+    "lora": "LoRA",
+    "qat": "QATAligned",
+    "nvfp4_lora": "NVFP4LoRA",
+    "quantize": "quantize",
+    "export": "export",
+    "audit": "audit",
+}
+"""What was measured of an engine, by the first part of a cell's name; the second is a number format."""
 ENGINES = {"transformers": "TransformersEngine", "vllm": "VLLMEngine, vLLM 0.32 on a CPU"}
 HEAD = """# Models
 
@@ -103,24 +113,6 @@ def document() -> str:
     return "\n".join(parts) + "\n"
 
 
-def packaged() -> str:
-    """Return what `lit-qrl models` shows: states and reasons, each reason once, without figures."""
-    reasons: dict[str, int] = {}
-    lines = []
-    for family in FAMILIES:
-        engines: dict[str, Any] = {}
-        for engine, cells in kept(family).items():
-            cells = {name: one for name, one in cells.items() if name.partition("/")[0] in METHODS}
-            works = [name for name, one in cells.items() if one["state"] == "works"]
-            refused = {n: _general(one["text"]) for n, one in cells.items() if one["state"] == "refused"}
-            numbered = {name: reasons.setdefault(text, len(reasons)) for name, text in refused.items()}
-            engines[engine] = {"works": works, "refused": numbered}
-        row = {"name": family.name, "type": family.model_type, "command": command(family), "engines": engines}
-        lines.append(json.dumps(row))
-    every = ",\n".join(json.dumps(text) for text in reasons)
-    return '{"families": [\n' + ",\n".join(lines) + '\n],\n"reasons": [\n' + every + "\n]}\n"
-
-
 COMMANDS = """
 ## GGUF files
 
@@ -135,7 +127,7 @@ names.
 Each trains on Countdown with a sampler of the family, at a rate for a model of the hub: the quickstart's own, 3e-4, is
 its small policy's. Models of the hub could not be fetched where this is developed:
 what was **tried** is one iteration of each command with a model of the family at the smallest size in place of the
-hub's, which this makes (`lit-qrl models FAMILY` names its type):
+hub's, which this makes (the files of `docs/models/` have the types as their names):
 
 ```bash
 python -m tests.families.configs qwen3 out/qwen3

@@ -26,7 +26,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lit_qrl import formats
 from lit_qrl.cli.audit import audit
 from lit_qrl.cli.export import export
-from lit_qrl.cli.models import MEASURED
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.support import TABLE
 from lit_qrl.network.experts import expert_stacks
@@ -39,7 +38,7 @@ from lit_qrl.quantize import quantize_checkpoint
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from tests import tiny_run
 from tests.families.configs import FAMILIES, Family, model_folder, sized
-from tests.families.page import DOCUMENT, ROOT, document, keep, kept, packaged, settings
+from tests.families.page import DOCUMENT, ROOT, document, keep, kept, settings
 from tests.families.vllm_cells import FORMATS as VLLM_FORMATS
 from tests.families.vllm_cells import run_cell
 from tests.families.witness import Difference, Witness, reference
@@ -347,7 +346,6 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if given.write:
         DOCUMENT.write_text(document())
-        MEASURED.write_text(packaged())
         return 0
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the table is of CPUs
     if "vllm" in given.engines:

@@ -2,9 +2,8 @@
 
 import pytest
 
-from lit_qrl.cli.models import MEASURED
 from tests.families.configs import FAMILIES, absent
-from tests.families.page import DOCUMENT, document, kept, packaged
+from tests.families.page import DOCUMENT, document, kept
 from tests.families.table import EXPORTS, FORMATS, measured, methods
 
 CHECKED = ("fit/auto", "fit/fp8_row", "fit/int4_group", "lora/fp8_row", "qat/int4_group", "quantize/int4_group")
@@ -60,7 +59,3 @@ def test_all_of_a_family_works_or_is_refused(family, method):
 
 def test_the_page_is_what_is_kept():
     assert DOCUMENT.read_text() == document()
-
-
-def test_the_command_shows_what_is_kept():
-    assert MEASURED.read_text() == packaged()
