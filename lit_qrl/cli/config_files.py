@@ -90,7 +90,7 @@ def _content(path: Path) -> dict[str, Any] | None:
     try:
         loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
         node = loader.get_single_node()
-        _check_keys(node, path)
+        _lines(node, path)
         content = None if node is None else loader.construct_document(node)
     except OSError as error:
         raise ConfigError(f"--config: {path} cannot be read.", given=error.strerror) from error
@@ -114,23 +114,29 @@ def _content(path: Path) -> dict[str, Any] | None:
     return content
 
 
-def _check_keys(node: Any, path: Path) -> None:
-    """Raise `ConfigError` for a key that stands twice in one place, of which YAML takes the last in silence."""
+def _lines(node: Any, file: str | Path, above: str = "") -> dict[str, int]:
+    """Return the line of every key by its name on the command line; items of a list stand for what holds them.
+
+    Raises:
+        ConfigError: for a key that stands twice in one place, of which YAML takes the last in silence.
+    """
     lines: dict[str, int] = {}
-    pairs = node.value if getattr(node, "id", "") == "mapping" else ()
-    for key, value in pairs:
-        line = key.start_mark.line + 1
-        if str(key.value) in lines:
+    own: dict[str, int] = {}
+    for key, value in node.value if getattr(node, "id", "") == "mapping" else ():
+        line, word = key.start_mark.line + 1, str(key.value)
+        if word in own:
             raise ConfigError(
-                f"--config: {path} holds the key {key.value!r} twice in one place.",
+                f"--config: {file} holds the key {word!r} twice in one place.",
                 expected="each key once, with all that belongs to it",
-                given=f"lines {lines[key.value]} and {line}, of which the second would replace the first",
+                given=f"lines {own[word]} and {line}, of which the second would replace the first",
                 remedy="Put them together.",
             )
-        lines[str(key.value)] = line
-        _check_keys(value, path)
+        own[word] = line
+        name = above if word in ("init_args", "dict_kwargs") else f"{above}.{word.removesuffix('+')}".lstrip(".")
+        lines |= {**_lines(value, file, name), name: line}
     for item in node.value if getattr(node, "id", "") == "sequence" else ():
-        _check_keys(item, path)
+        lines = {**_lines(item, file, above), **lines}
+    return lines
 
 
 _KEY = re.compile(r"(?:([\w.]+): )?(?:there is no option '([\w.]+)')?")
@@ -153,23 +159,9 @@ def located(error: ConfigError, args: Sequence[str]) -> ConfigError:
     for file in reversed([*config_files(expanded(args))]):
         if not _NO_FILE.search(file):
             node = yaml.compose(Path(file).expanduser().read_text(encoding="utf-8"), yaml.SafeLoader)
-            if line := _line(node, key.split(".")):
+            if line := _lines(node, file).get(key):
                 return ConfigError(f"{file}, line {line}: {error}")
     return error
-
-
-def _line(node: Any, parts: Sequence[str]) -> int | None:
-    """Return the line of a key; the arguments of a class, and items of a list, stand for what holds them."""
-    pairs = node.value if getattr(node, "id", "") == "mapping" else ()
-    for key, value in pairs:
-        if str(key.value).removesuffix("+") == parts[0]:
-            line = _line(value, parts[1:]) if parts[1:] else key.start_mark.line + 1
-        else:
-            line = _line(value, parts) if key.value in ("init_args", "dict_kwargs") else None
-        if line:
-            return line
-    items = node.value if getattr(node, "id", "") == "sequence" else ()
-    return next(filter(None, (_line(item, parts) for item in items)), None)
 
 
 def _instead(path: Path) -> str:

@@ -87,11 +87,12 @@ def append_jsonl(path: str | os.PathLike, records: Iterable[dict[str, Any]]) -> 
         return
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A line that a crash has cut would swallow the next record.
-    if ends_within_a_line(path):
-        lines = "\n" + lines
-    with named(path), path.open("a", encoding="utf-8", errors="surrogatepass") as file:
-        file.write(lines)
+    with named(path), path.open("a+b") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":  # a line that a crash has cut would swallow the next record
+                lines = "\n" + lines
+        file.write(lines.encode("utf-8", errors="surrogatepass"))
 
 
 @contextmanager
@@ -128,18 +129,6 @@ def read_jsonl(path: str | os.PathLike) -> list[dict[str, Any]]:
         if isinstance(record, dict):
             records.append(record)
     return records
-
-
-def ends_within_a_line(path: Path) -> bool:
-    """Return whether the file's last line has no line end."""
-    try:
-        with path.open("rb") as file:
-            if file.seek(0, os.SEEK_END) == 0:
-                return False
-            file.seek(-1, os.SEEK_END)
-            return file.read(1) != b"\n"
-    except OSError:
-        return False
 
 
 def plain(value: Any) -> Any:
