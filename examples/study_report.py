@@ -250,7 +250,7 @@ def draw(study: "Study", results: Sequence[Result], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    runs, panels, ink = by_arm(results), study.panels or list(PANELS), INK["light"]
+    runs, panels, ink = by_arm(results), study.panels or list(PANELS), INK
     rows = {}
     for title, patterns in study.groups.items():
         arms = [arm for arm in study.arms if arm in runs and any(fnmatchcase(arm, pattern) for pattern in patterns)]
@@ -264,7 +264,7 @@ def draw(study: "Study", results: Sequence[Result], path: Path) -> None:
         all_axes = sheet.subplots(max(len(rows), 1), len(panels), squeeze=False)
         for line, (title, arms) in zip(all_axes, rows.items(), strict=False):
             for axes, panel in zip(line, panels, strict=True):
-                prepare(axes, TITLES.get(panel, panel), ink)
+                prepare(axes, TITLES.get(panel, panel))
                 if study.baseline in runs:
                     _band(axes, runs[study.baseline], panel, label=study.baseline, color="#20242c")
                 for index, arm in enumerate(arms):

@@ -66,7 +66,7 @@ def without_plots():
     """Make reports whose plots, which have tests of their own and take seconds to draw, are left out."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("draw", "draw_histograms"):
-            patch.setattr(f"lit_qrl.report.single.{name}", lambda *args: (b"PNG", b"PNG"))
+            patch.setattr(f"lit_qrl.report.single.{name}", lambda *args: b"PNG")
         yield
 
 

@@ -34,12 +34,12 @@ def draw(curves: Path, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    ink = INK["light"]
+    ink = INK
     with rc_context({"font.size": 8.0, "font.family": "sans-serif"}):
         sheet = Figure((6.4, 3.2), dpi=150, facecolor=ink["paper"], layout="constrained")
         FigureCanvasAgg(sheet)
         axes = sheet.subplots()
-        prepare(axes, TITLE, ink)
+        prepare(axes, TITLE)
         for (scale, runs), color in zip(paths_of(curves).items(), COLORS, strict=False):
             for number, points in enumerate(runs):
                 label = f"dial at {scale[1:]}" if number == 0 else None

@@ -53,12 +53,12 @@ def draw(rows: Sequence[grid_table.Row], earlier: Path, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    ink = INK["light"]
+    ink = INK
     with rc_context({"font.size": 8.0, "font.family": "sans-serif"}):
         sheet = Figure((6.4, 3.4), dpi=150, facecolor=ink["paper"], layout="constrained")
         FigureCanvasAgg(sheet)
         axes = sheet.subplots()
-        prepare(axes, "Learner's accuracy after 80 iterations, to a bf16 sampler's", ink)
+        prepare(axes, "Learner's accuracy after 80 iterations, to a bf16 sampler's")
         for (name, points), color in zip(points_of(rows, earlier).items(), COLORS, strict=False):
             if points:
                 axes.scatter(*zip(*points, strict=True), s=14, color=color, alpha=0.6)

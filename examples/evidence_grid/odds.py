@@ -261,7 +261,7 @@ def draw(examples: Sequence[Example], models: dict[str, loss_odds.LossModel], pa
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    ink = INK["light"]
+    ink = INK
     kinds = {"none": "no correction", "token": "weights by token", "sequence": "by sequence"}
     with rc_context({"font.size": 8.0, "font.family": "sans-serif"}):
         sheet = Figure((9.0, 3.2), dpi=150, facecolor=ink["paper"], layout="constrained")
@@ -271,7 +271,7 @@ def draw(examples: Sequence[Example], models: dict[str, loss_odds.LossModel], pa
             {"early": "After ten iterations", "audit": "From |log-ratio| and correction alone"}.items(),
             strict=True,
         ):
-            prepare(axes, title, ink)
+            prepare(axes, title)
             for (kind, label), color in zip(kinds.items(), COLORS, strict=False):
                 there = [one for one in examples if one.held_out and kind_of(one) == kind]
                 xs = [models[name].probability(one.inputs) for one in there]

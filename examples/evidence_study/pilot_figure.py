@@ -18,13 +18,13 @@ def draw_pilot(folder: Path) -> None:
 
     with (folder / PILOT_FILE).open(newline="") as file:
         rows = list(csv.DictReader(file))
-    ink, rates = INK["light"], sorted({float(row["rate"]) for row in rows})
+    ink, rates = INK, sorted({float(row["rate"]) for row in rows})
     with rc_context({"font.size": 8.0, "font.family": "sans-serif"}):
         sheet = Figure((9.0, 3.2), dpi=150, facecolor=ink["paper"], layout="constrained")
         FigureCanvasAgg(sheet)
         panels = zip(sheet.subplots(1, 2, sharey=True), ("learner", "sampler"), strict=True)
         for axes, policy in panels:
-            prepare(axes, f"The {policy}'s accuracy, no correction", ink)
+            prepare(axes, f"The {policy}'s accuracy, no correction")
             for rate, color in zip(rates, COLORS, strict=False):
                 points: dict[str, list[tuple[float, float]]] = defaultdict(list)
                 for row in (row for row in rows if float(row["rate"]) == rate):

@@ -342,7 +342,7 @@ def draw(results: Results, levels: Sequence[str], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    ink = INK["light"]
+    ink = INK
     panels = {
         "learner_accuracy": "Learner's accuracy",
         "sampler_accuracy": "Sampler's accuracy (reward)",
@@ -360,7 +360,7 @@ def draw(results: Results, levels: Sequence[str], path: Path) -> None:
             free = cycle(COLORS)
             colors = {arm: "#20242c" if short(arm) == "bf16 sampler" else next(free) for arm in arms}
             for axes, (value, title) in zip(line, panels.items(), strict=False):
-                prepare(axes, title, ink)
+                prepare(axes, title)
                 for arm in arms:
                     curve(axes, [one for one in results.points if one.arm == arm], value, colors[arm], short(arm))
             line[2].set_yscale("log")
@@ -389,7 +389,7 @@ def curve(axes: Any, points: Sequence[Point], value: str, color: str, label: str
 
 def ends(axes: Any, results: Results, arms: Sequence[str], colors: dict[str, str]) -> None:
     """Draw both policies' final accuracy of every run, a row for each arm, with their means."""
-    prepare(axes, "At the end: learner ● above, sampler ○ below", INK["light"])
+    prepare(axes, "At the end: learner ● above, sampler ○ below")
     for row, arm in enumerate(arms):
         for policy, at, face in (("learner", row - 0.2, colors[arm]), ("sampler", row + 0.2, "none")):
             values = [getattr(one, f"{policy}_accuracy") for one in results.of(arm).values()]

@@ -62,12 +62,12 @@ def draw(rows: Sequence[Mapping[str, object]], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    ink = INK["light"]
+    ink = INK
     with rc_context({"font.size": 8.0, "font.family": "sans-serif"}):
         sheet = Figure((9.0, 3.4), dpi=150, facecolor=ink["paper"], layout="constrained")
         FigureCanvasAgg(sheet)
         for axes, (name, title) in zip(sheet.subplots(1, 2, sharey=True), PANELS.items(), strict=True):
-            prepare(axes, title, ink)
+            prepare(axes, title)
             looks = ((color, style) for style in STYLES for color in COLORS)
             for (arm, points), (color, style) in zip(means(rows, name).items(), cycle(looks), strict=False):
                 if points:

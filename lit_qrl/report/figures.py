@@ -1,9 +1,11 @@
-"""The plots of a report: what each figure shows, and how one is drawn for light and for dark pages."""
+"""The plots of a report: what each figure shows, and how one is drawn."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from lit_qrl.report import page
 from lit_qrl.report.run import PHASES, Run, Seeds, Series, phase_series, takes_time
@@ -22,16 +24,12 @@ PHASE_COLORS = dict(zip(PHASES.values(), (*COLORS, "#b0569a", "#6b8e23", "#4a55b
 REST_COLOR = "#98a1b2"
 """Of a phase that has no colour of its own."""
 
-INK = {
-    "light": {"paper": "#ffffff", "text": "#3a4150", "faint": "#8b93a1", "grid": "#e9ecf1", "edge": "#c9ced8"},
-    "dark": {"paper": "#171a21", "text": "#c6ccd8", "faint": "#7d8696", "grid": "#272c36", "edge": "#3c4350"},
-}
+INK = {"paper": "#ffffff", "text": "#3a4150", "faint": "#8b93a1", "grid": "#e9ecf1", "edge": "#c9ced8"}
+"""Of a light page; a dark one turns the picture's light around."""
 DOTS_UP_TO = 40
 """Series with at most so many points also show the points."""
 SMOOTH_FROM = 60
 """Series with at least so many points are drawn faintly under their running mean over a twentieth of them."""
-BARS_UP_TO = 40
-"""Thinner bars would alias; a stepped area shows more iterations."""
 RAW_SIGNALS = ("ess_ratio", "mean_abs_log_ratio", "amplification")
 """What AIS computes its signals from: in metrics.csv, not in the plots."""
 MARKS_UP_TO = 30
@@ -94,58 +92,36 @@ def figures_for(runs: Sequence[Source]) -> list[Figure]:
     return chosen
 
 
-def draw(figure: Figure, runs: Sequence[Source], labels: Sequence[str]) -> tuple[bytes, bytes]:
-    """Return a figure's PNGs for light and dark pages: the lines of one run, or each panel's first for every run."""
+def draw(figure: Figure, runs: Sequence[Source], labels: Sequence[str]) -> bytes:
+    """Return a figure's PNG: the lines of one run, or each panel's first for every run."""
     from matplotlib import rc_context
 
-    ink = INK["light"]
     with rc_context({"font.size": 9.0, "font.family": "sans-serif", "axes.unicode_minus": True}):
-        sheet, all_axes = grid(len(figure.panels), ink)
+        sheet, all_axes = grid(len(figure.panels))
         for axes, panel in zip(all_axes, figure.panels, strict=True):
             first = panel.lines[0].label
             several = len(runs) > 1 and len(panel.lines) > 1 and first
-            prepare(axes, f"{panel.title} ({first})" if several else panel.title, ink)
+            prepare(axes, f"{panel.title} ({first})" if several else panel.title)
             drawn = (
                 _stack(axes, panel, runs[0]) if panel.stacked and len(runs) == 1 else _lines(axes, panel, runs, labels)
             )
-            if len(runs) == 1:
-                _mark_events(axes, runs[0], ink)
-            _finish(axes, panel, drawn, ink)
+            if len(runs) == 1 and isinstance(runs[0], Run):
+                _mark_events(axes, runs[0])
+            _finish(axes, panel, drawn)
             # In a comparison the colours mean the same in every panel.
             if len(runs) == 1 or axes is all_axes[0]:
-                _legend(axes, panel.stacked and len(runs) == 1, ink)
-        return _light_and_dark(sheet)
+                _legend(axes, panel.stacked and len(runs) == 1)
+        return page.png_of(sheet)
 
 
-def _light_and_dark(sheet: "Sheet") -> tuple[bytes, bytes]:
-    """Return the PNGs of a sheet in light ink, and in dark: it is laid out once, which takes the longest."""
-    from matplotlib.colors import to_rgb, to_rgba
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-    from matplotlib.text import Text
-
-    canvas: Any = sheet.canvas
-    canvas.draw()
-    light = page.png_of(canvas.buffer_rgba())
-    sheet.set_layout_engine("none")
-    dark = {to_rgb(color): to_rgb(INK["dark"][kind]) for kind, color in INK["light"].items()}
-    for artist in sheet.findobj(lambda one: isinstance(one, Text | Line2D | Patch)):
-        for kind in ("facecolor", "edgecolor") if isinstance(artist, Patch) else ("color",):
-            red, green, blue, opaque = to_rgba(getattr(artist, f"get_{kind}")())
-            if (red, green, blue) in dark:
-                getattr(artist, f"set_{kind}")((*dark[red, green, blue], opaque))
-    canvas.draw()
-    return light, page.png_of(canvas.buffer_rgba())
-
-
-def grid(count: int, ink: dict[str, str]) -> "tuple[Sheet, list[Axes]]":
+def grid(count: int) -> "tuple[Sheet, list[Axes]]":
     """Return a sheet with room for `count` panels in rows of two or three, and their axes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Sheet
 
     columns = 3 if count == 3 or count > 4 else 2
     rows = math.ceil(count / columns)
-    sheet = Sheet((WIDTH_INCHES, ROW_INCHES * rows), dpi=DPI, facecolor=ink["paper"], layout="constrained")
+    sheet = Sheet((WIDTH_INCHES, ROW_INCHES * rows), dpi=DPI, facecolor=INK["paper"], layout="constrained")
     sheet.get_layout_engine().set(h_pad=0.1 if rows > 1 else 0.04)  # pyright: ignore[reportOptionalMemberAccess, reportCallIssue]
     FigureCanvasAgg(sheet)
     all_axes = list(sheet.subplots(rows, columns, squeeze=False).flatten())
@@ -306,18 +282,18 @@ def _catalogue(runs: Sequence[Source]) -> list[Figure]:
     ]
 
 
-def prepare(axes: "Axes", title: str, ink: dict[str, str]) -> None:
+def prepare(axes: "Axes", title: str) -> None:
     """Give empty axes the look of the report."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    axes.set_facecolor(ink["paper"])
-    axes.set_title(title, loc="left", fontsize=9.5, color=ink["text"], pad=8)
-    axes.grid(visible=True, color=ink["grid"], linewidth=0.8)
+    axes.set_facecolor(INK["paper"])
+    axes.set_title(title, loc="left", fontsize=9.5, color=INK["text"], pad=8)
+    axes.grid(visible=True, color=INK["grid"], linewidth=0.8)
     axes.set_axisbelow(True)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(ink["edge"])
-    axes.tick_params(colors=ink["faint"], labelcolor=ink["faint"], length=0, pad=4, labelsize=8)
+    axes.spines["bottom"].set_color(INK["edge"])
+    axes.tick_params(colors=INK["faint"], labelcolor=INK["faint"], length=0, pad=4, labelsize=8)
     axes.yaxis.set_major_locator(MaxNLocator(5))
     # The usual formatter moves a common part of the numbers to where the title is.
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.7g}".replace("-", "−")))
@@ -359,15 +335,11 @@ def _stack(axes: "Axes", panel: Panel, run: Source) -> list[Series]:
         values = dict(zip(one.iterations, one.values, strict=True))
         heights.append([values.get(i, 0.0) for i in iterations])
     colors = [PHASE_COLORS.get(line.label, REST_COLOR) for line, _ in series]
-    if len(iterations) <= BARS_UP_TO:
-        floor = [0.0] * len(iterations)
-        for (line, _), height, color in zip(series, heights, colors, strict=True):
-            axes.bar(iterations, height, width=0.8, bottom=floor, color=color, label=line.label, linewidth=0)
-            floor = [a + b for a, b in zip(floor, height, strict=True)]
-    else:
-        labels = [line.label for line, _ in series]
-        axes.stackplot(iterations, heights, colors=colors, labels=labels, linewidth=0, step="mid")
-    total = [math.fsum(column) for column in zip(*heights, strict=True)]
+    edges = [i - 0.5 for i in (*iterations, iterations[-1] + 1)]
+    total = [0.0] * len(iterations)
+    for (line, _), height, color in zip(series, heights, colors, strict=True):
+        floor, total = total, [a + b for a, b in zip(total, height, strict=True)]
+        axes.stairs(total, edges, baseline=floor, fill=True, color=color, label=line.label, linewidth=0)
     # One slow iteration, such as an evaluation, would press all others to the ground.
     usual = sorted(total)[int(0.9 * (len(total) - 1))]
     # The rest of the height is room for the legend.
@@ -377,7 +349,7 @@ def _stack(axes: "Axes", panel: Panel, run: Source) -> list[Series]:
     return [Series(iterations, total)]
 
 
-def _finish(axes: "Axes", panel: Panel, drawn: Sequence[Series], ink: dict[str, str]) -> None:
+def _finish(axes: "Axes", panel: Panel, drawn: Sequence[Series]) -> None:
     low, high = panel.limits
     values = [value for series in drawn for value in series.values]
     if panel.log and values and min(values) > 0:
@@ -389,31 +361,31 @@ def _finish(axes: "Axes", panel: Panel, drawn: Sequence[Series], ink: dict[str, 
             bottom, top = (bottom, bottom + 1) if low is not None else (top - 1, top)
         margin = 0.05 * (top - bottom)
         axes.set_ylim(bottom - margin, top + margin)
-    axes.set_xlabel("iteration", fontsize=8, color=ink["faint"])
+    axes.set_xlabel("iteration", fontsize=8, color=INK["faint"])
     points = sorted({i for series in drawn for i in series.iterations})
     if len(points) == 1:
         axes.set_xlim(points[0] - 1, points[0] + 1)
 
 
-def _legend(axes: "Axes", above: bool, ink: dict[str, str]) -> None:
+def _legend(axes: "Axes", above: bool) -> None:
     handles, names = axes.get_legend_handles_labels()
     if len([name for name in names if name]) < 2:
         return
     columns = min(len(names), 4) if above else 2 if len(names) > 4 else 1
     axes.legend(
-        handles, names, fontsize=7.5, labelcolor=ink["text"], ncols=columns, loc="upper left" if above else "best",
-        facecolor=ink["paper"], edgecolor="none", framealpha=0.75, handlelength=1.3, handletextpad=0.5,
+        handles, names, fontsize=7.5, labelcolor=INK["text"], ncols=columns, loc="upper left" if above else "best",
+        facecolor=INK["paper"], edgecolor="none", framealpha=0.75, handlelength=1.3, handletextpad=0.5,
         columnspacing=1.0, labelspacing=0.3, borderaxespad=0.2,
     )  # fmt: skip
 
 
-def _mark_events(axes: "Axes", run: Source, ink: dict[str, str]) -> None:
+def _mark_events(axes: "Axes", run: Run) -> None:
     quiet = ("start", "finish", "resume", "report", "checkpoint", "sampler", "update")
     marks = {event.get("iteration") for event in run.events if event.get("kind") not in quiet}
     marks = {mark for mark in marks if isinstance(mark, int) and 0 < mark <= max(run.iterations, 1)}
     if len(marks) <= MARKS_UP_TO:
         for mark in marks:
-            axes.axvline(mark, color=ink["faint"], linewidth=0.8, linestyle=(0, (1, 2)), zorder=0)
+            axes.axvline(mark, color=INK["faint"], linewidth=0.8, linestyle=(0, (1, 2)), zorder=0)
 
 
 def running_mean(values: Sequence[float], width: int) -> list[float]:
@@ -422,24 +394,20 @@ def running_mean(values: Sequence[float], width: int) -> list[float]:
     >>> running_mean([0.0, 3.0, 6.0], 3)
     [1.5, 3.0, 4.5]
     """
-    half = width // 2
-    means = []
-    for i in range(len(values)):
-        window = values[max(0, i - half) : i + half + 1]
-        means.append(math.fsum(window) / len(window))
-    return means
+    window = np.ones(width // 2 * 2 + 1)
+    sums, counts = (np.convolve(one, window, "same") for one in (values, np.ones(len(values))))
+    return (sums / counts).tolist()
 
 
-def draw_histograms(histograms: list[dict[str, Any]]) -> tuple[bytes, bytes]:
-    """Return the PNGs of all histograms, side by side, for light and dark pages."""
+def draw_histograms(histograms: list[dict[str, Any]]) -> bytes:
+    """Return the PNG of all histograms, side by side."""
     from matplotlib import rc_context
     from matplotlib.colors import LogNorm
 
-    ink = INK["light"]
     with rc_context({"font.size": 9.0, "font.family": "sans-serif"}):
-        sheet, all_axes = grid(len(histograms), ink)
+        sheet, all_axes = grid(len(histograms))
         for axes, one in zip(all_axes, histograms, strict=True):
-            prepare(axes, str(one.get("title", "")), ink)
+            prepare(axes, str(one.get("title", "")))
             x, counts = one["x"]["edges"], one["counts"]
             if isinstance(counts, dict):
                 for color, (name, heights) in zip(COLORS, counts.items(), strict=False):
@@ -448,13 +416,13 @@ def draw_histograms(histograms: list[dict[str, Any]]) -> tuple[bytes, bytes]:
                 if one.get("scale") != "linear":
                     axes.set_yscale("symlog", linthresh=1)
                 if len(counts) > 1:
-                    axes.legend(fontsize=7.5, labelcolor=ink["text"], frameon=False)
+                    axes.legend(fontsize=7.5, labelcolor=INK["text"], frameon=False)
             else:
                 mesh = [[value or math.nan for value in column] for column in zip(*counts, strict=True)]
                 most = max((v for column in mesh for v in column if v == v), default=1.0)
                 axes.pcolormesh(x, one["y"]["edges"], mesh, norm=LogNorm(1, max(most, 2)), cmap="viridis")
-                axes.set_ylabel(str(one["y"].get("label", "")), fontsize=8, color=ink["faint"])
+                axes.set_ylabel(str(one["y"].get("label", "")), fontsize=8, color=INK["faint"])
             for position in one.get("lines") or ():
-                axes.axvline(position, color=ink["faint"], linewidth=1.0, linestyle="--")
-            axes.set_xlabel(str(one["x"].get("label", "")), fontsize=8, color=ink["faint"])
-        return _light_and_dark(sheet)
+                axes.axvline(position, color=INK["faint"], linewidth=1.0, linestyle="--")
+            axes.set_xlabel(str(one["x"].get("label", "")), fontsize=8, color=INK["faint"])
+        return page.png_of(sheet)

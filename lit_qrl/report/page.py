@@ -139,12 +139,13 @@ def png(image: bytes) -> str:
     return f"data:image/png;base64,{base64.b64encode(image).decode('ascii')}"
 
 
-def png_of(pixels: Any) -> bytes:
-    """Return a plot, "rows columns 4", as a PNG of at most 256 colours, which takes about a third of the bytes."""
+def png_of(sheet: Any) -> bytes:
+    """Return a plot as a PNG of at most 256 colours, which takes about a third of the bytes."""
     from PIL import Image
 
     small = io.BytesIO()
-    Image.fromarray(np.asarray(pixels)).convert("RGB").quantize(256).save(small, format="png")
+    sheet.canvas.draw()
+    Image.fromarray(np.asarray(sheet.canvas.buffer_rgba())).convert("RGB").quantize(256).save(small, format="png")
     return small.getvalue()
 
 

@@ -106,31 +106,19 @@ class Run:
         return sorted(found - {"epoch", "step"})
 
     def series(self, name: str) -> Series:
-        """Return one metric over the iterations: the mean of its finite values in each.
-
-        Lightning adds `_step` and `_epoch` to the name of a metric that is logged as both; either is found.
-        """
+        """Return one metric over the iterations: the mean of its finite values in each."""
         if name not in self._series:
-            self._series[name] = self._collect(name)
+            values: dict[int, list[float]] = defaultdict(list)
+            for row, iteration in zip(self.rows, self._iterations(evaluation=name.startswith("val/")), strict=True):
+                if math.isfinite(value := row.get(name, math.nan)):
+                    values[iteration].append(value)
+            ordered = sorted(values)
+            self._series[name] = Series(ordered, [math.fsum(values[i]) / len(values[i]) for i in ordered])
         return self._series[name]
 
-    def _collect(self, name: str) -> Series:
-        iterations = self._iterations(evaluation=name.startswith("val/"))
-        for candidate in (name, f"{name}_epoch", f"{name}_step"):
-            values: dict[int, list[float]] = defaultdict(list)
-            for row, iteration in zip(self.rows, iterations, strict=True):
-                value = row.get(candidate)
-                if value is not None and math.isfinite(value):
-                    values[iteration].append(value)
-            if values:
-                ordered = sorted(values)
-                return Series(ordered, [math.fsum(values[i]) / len(values[i]) for i in ordered])
-        return Series()
-
     def prefixed(self, prefix: str) -> list[str]:
-        """Return the metrics whose name starts so, without Lightning's `_step` twins."""
-        names = [name for name in self.names if name.startswith(prefix)]
-        return [n.removesuffix("_epoch") for n in names if not (n.endswith("_step") and f"{n[:-5]}_epoch" in names)]
+        """Return the metrics whose name starts so."""
+        return [name for name in self.names if name.startswith(prefix)]
 
     @property
     def iterations(self) -> int:
@@ -318,9 +306,6 @@ class Seeds:
         runs: at least one.
     """
 
-    events: tuple[dict[str, Any], ...] = ()
-    """Those of single runs are not marked in the figures of several."""
-
     def __init__(self, runs: Sequence[Run]) -> None:
         self.runs = list(runs)
 
@@ -357,11 +342,6 @@ class Seeds:
     def benchmarks(self) -> dict[str, list[str]]:
         """By the name of each benchmark the metrics of its accuracies, of any of the runs."""
         return {name: metrics for run in self.runs for name, metrics in run.benchmarks.items()}
-
-    @property
-    def iterations(self) -> int:
-        """Iterations of the longest run."""
-        return max(run.iterations for run in self.runs)
 
 
 def standard_error(values: Sequence[float]) -> float:

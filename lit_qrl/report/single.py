@@ -70,17 +70,14 @@ def render(run_folder: str | Path, out: str | Path | None = None) -> Path:
 
 def figure_section(figure: Figure, runs: Sequence[Source], labels: Sequence[str], out: Path) -> page.Section:
     """Return the section of a figure, and write its PNG into `out`."""
-    light, dark = draw(figure, runs, labels)
     description = f"{figure.heading}: {', '.join(panel.title for panel in figure.panels)} over iterations"
-    return _picture(out, figure.key, figure.heading, figure.caption, description, light, dark)
+    return _picture(out, figure.key, figure.heading, figure.caption, description, draw(figure, runs, labels))
 
 
-def _picture(
-    out: Path, key: str, heading: str, caption: str, description: str, light: bytes, dark: bytes
-) -> page.Section:
+def _picture(out: Path, key: str, heading: str, caption: str, description: str, image: bytes) -> page.Section:
     with named(out / f"{key}.png"):
-        (out / f"{key}.png").write_bytes(light)
-    return page.Section(key, heading, "picture.html", caption=caption, description=description, light=light, dark=dark)
+        (out / f"{key}.png").write_bytes(image)
+    return page.Section(key, heading, "picture.html", caption=caption, description=description, image=image)
 
 
 def accuracy_change(accuracy: Series) -> tuple[str, str, str]:
@@ -186,10 +183,10 @@ def _histograms(run: Run, out: Path) -> page.Section | None:
     caption = f"The tokens of iteration {iteration}." if iteration is not None else ""
     try:
         description = "Histograms: " + ", ".join(str(one.get("title", "")) for one in histograms)
-        light, dark = draw_histograms(histograms)
+        image = draw_histograms(histograms)
     except (AttributeError, KeyError, TypeError, ValueError):  # not as a run writes them
         return None
-    return _picture(out, "histograms", "Histograms", caption, description, light, dark)
+    return _picture(out, "histograms", "Histograms", caption, description, image)
 
 
 def _events(run: Run) -> page.Section | None:

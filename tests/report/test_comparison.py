@@ -48,7 +48,7 @@ def test_labels_tell_runs_apart(folders, labels):
 
 def test_runs_that_differ_in_their_seed_are_one_line_with_a_band(make_run, tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr("lit_qrl.report.single.draw", lambda figure, sources, labels: seen.append(labels) or (b"", b""))
+    monkeypatch.setattr("lit_qrl.report.single.draw", lambda figure, sources, labels: seen.append(labels) or b"")
     runs = [make_run(f"ais/{seed}", seed=seed, iterations=4) for seed in (0, 1, 2)]
     for seed, run in enumerate(runs):
         path = run / "config.yaml"

@@ -25,7 +25,7 @@ def run_with(folder, content):
 
 @pytest.mark.parametrize("histograms", [[FLAT], [MAP], [FLAT, MAP, FLAT, MAP, FLAT]])
 def test_they_are_drawn(histograms):
-    assert all(image[1:4] == b"PNG" for image in draw_histograms(histograms))
+    assert draw_histograms(histograms)[1:4] == b"PNG"
 
 
 def test_means_stand_on_a_linear_scale():
@@ -35,7 +35,7 @@ def test_means_stand_on_a_linear_scale():
 
 def test_counts_of_zero_everywhere():
     empty = [{**FLAT, "counts": {"A": [0, 0]}}, {**MAP, "counts": [[0, 0, 0], [0, 0, 0]]}]
-    assert draw_histograms(empty)[0][1:4] == b"PNG"
+    assert draw_histograms(empty)[1:4] == b"PNG"
 
 
 BROKEN = (

@@ -30,12 +30,6 @@ def test_several_rows_of_an_iteration_become_their_mean(tmp_path):
     assert write_csv(tmp_path, rows).series("update/loss") == Series([1], [2.0])
 
 
-def test_lightnings_suffixes_are_found(tmp_path):
-    run = write_csv(tmp_path, [{"epoch": 0, "step": 0, "update/loss_step": 5.0, "update/loss_epoch": 1.0}])
-    assert run.series("update/loss").values == [1.0]
-    assert run.prefixed("update/") == ["update/loss"]
-
-
 def test_non_finite_values_are_left_out_and_counted_nowhere(tmp_path):
     values = [0.5, math.nan, math.inf, 1.0]
     run = write_csv(tmp_path, [{"epoch": e, "step": e, "a": v, "b": math.nan} for e, v in enumerate(values)])

@@ -36,7 +36,6 @@ def test_a_metric_of_one_run_has_no_band(runs):
     assert Seeds(runs).interval("a/only") == (Series(), Series())
     assert Seeds(runs).series("none") == Series()
     assert Seeds(runs).prefixed("a/") == ["a/only"]
-    assert Seeds(runs).iterations == 3
 
 
 @pytest.mark.parametrize(
