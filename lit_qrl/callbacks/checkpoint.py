@@ -1,10 +1,9 @@
 """Saves the run in one fixed place, atomically, in the background, as often as costs little."""
 
 import signal
-import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,13 +12,12 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint
-from lightning.pytorch.utilities import rank_zero_only
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.run.checkpoint_files import CheckpointFiles, read_checkpoint, staging, whole_checkpoints
 from lit_qrl.run.description import Described
-from lit_qrl.run.folder import check_place, last_checkpoint, shown
-from lit_qrl.run.interrupt import Interrupted, InterruptedTogether, Interruption, check_process, deadline
+from lit_qrl.run.folder import check_place, last_checkpoint
+from lit_qrl.run.interrupt import Interrupted, InterruptedTogether, Interruption, deadline
 from lit_qrl.strategies.peers import Peers
 
 if TYPE_CHECKING:
@@ -84,7 +82,6 @@ class RunCheckpoint(Described, Checkpoint):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: "GRPOModule", batch: Any, batch_idx: int) -> None:
         """Put a signal off from the first update to the end of the iteration: between them nothing can be saved."""
-        check_process()
         if batch_idx == 0:
             self.end_together(trainer, pl_module)
         self._interruption.defer()
@@ -98,15 +95,13 @@ class RunCheckpoint(Described, Checkpoint):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: "GRPOModule") -> None:
         """Save when due, or when a signal ends the run."""
-        check_process()
         deadline.arrived()
-        iteration, ends = trainer.current_epoch + 1, _ends(trainer)
+        iteration = trainer.current_epoch + 1
         kept = bool(self.keep_every) and iteration % self.keep_every == 0
         told = self._told(trainer, pl_module)
-        if kept or ends or told is not None or self._due(trainer, iteration):
+        if kept or _ends(trainer) or told is not None or self._due(trainer, iteration):
             began = time.perf_counter()
-            telling = _told(trainer) if ends else nullcontext()
-            with pl_module.iteration.timed("checkpoint"), telling:
+            with pl_module.iteration.timed("checkpoint"):
                 self._save(trainer, f"iteration-{iteration}" if kept else None)
             ended = time.perf_counter()
             self._next = ended + (ended - began) / SHARE
@@ -141,15 +136,13 @@ class RunCheckpoint(Described, Checkpoint):
 
     def on_train_end(self, trainer: Trainer, pl_module: "GRPOModule") -> None:
         """Save the last iteration, if its end did not know that it is the last."""
-        with _told(trainer):
-            if self._saved != trainer.global_step:
-                self._save(trainer, None)
+        if self._saved != trainer.global_step:
+            self._save(trainer, None)
 
     def teardown(self, trainer: Trainer, pl_module: "GRPOModule", stage: str) -> None:
         """Wait for the last file; Lightning comes to this callback after those that save nothing."""
         if stage == "fit":
-            with _told(trainer):
-                self._files.wait()
+            self._files.wait(PATIENCE)
             self._interruption.remove()
         if self._requeueing is not None:
             signal.signal(signal.SIGUSR1, self._requeueing)
@@ -228,22 +221,6 @@ def ends_where_requeued() -> Any:
     if not SLURMEnvironment.detect():
         return None
     return signal.signal(signal.SIGUSR1, lambda number, frame: signal.raise_signal(signal.SIGTERM)) or signal.SIG_DFL
-
-
-@contextmanager
-def _told(trainer: Trainer) -> Iterator[None]:
-    """Say what is waited for, where that takes long."""
-    told = threading.Timer(PATIENCE, _tell, [Path(trainer.default_root_dir) / "checkpoints" / "last.ckpt"])
-    told.start()
-    try:
-        yield
-    finally:
-        told.cancel()
-
-
-@rank_zero_only
-def _tell(path: Path) -> None:
-    print(f"Writing the last iteration's checkpoint: {shown(path)}", flush=True)
 
 
 class _StagedIO(TorchCheckpointIO):

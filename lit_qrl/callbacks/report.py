@@ -2,9 +2,12 @@
 
 import logging
 import math
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import accumulate, groupby
 from pathlib import Path
@@ -18,10 +21,9 @@ from torch import Tensor
 from lit_qrl.errors import FULL, ConfigError, StoppedError, not_written
 from lit_qrl.loop.hooks import RLCallback, overrides, rl_callbacks
 from lit_qrl.report import render
-from lit_qrl.report.live import PageApart
 from lit_qrl.run.event_log import SAMPLES_FILE, append_jsonl, as_jsonl, event, log_event, number, read_jsonl, replacing
 from lit_qrl.run.folder import set_aside, shown
-from lit_qrl.run.interrupt import Interrupted, InterruptedTogether, check_process, deadline
+from lit_qrl.run.interrupt import Interrupted, InterruptedTogether, deadline
 from lit_qrl.run.loggers import RunCSVLogger
 from lit_qrl.types import RolloutBatch
 
@@ -66,7 +68,7 @@ class Report(RLCallback):
         self._active = False
         self._ended = False
         self._kept: list[tuple[int, dict[str, Any]]] = []
-        self._page = PageApart()
+        self._page: subprocess.Popen[bytes] | None = None
         self._texts: dict[int, str] = {}
 
     # ----------------------------------------------------------------------------------------------------------- hooks
@@ -133,9 +135,12 @@ class Report(RLCallback):
         if not (self._active and self.every_n_iterations and done and done % self.every_n_iterations == 0):
             return
         with pl_module.iteration.timed("report"):
-            if not self._page.begin(trainer.default_root_dir):
+            if self._page is not None and self._page.poll() is None:  # one at a time
+                return
+            if self._page is not None and self._page.returncode:
                 again = shown(trainer.default_root_dir)
                 log.warning("A report could not be made; see why with: lit-qrl report %s", again)
+            self._page = _page_apart(trainer.default_root_dir)
 
     def on_train_end(self, trainer: Trainer, pl_module: "GRPOModule") -> None:
         """Close the event log."""
@@ -146,7 +151,6 @@ class Report(RLCallback):
 
     def on_exception(self, trainer: Trainer, pl_module: "GRPOModule", exception: BaseException) -> None:
         """Say in the event log what happened, and make the report of what there is."""
-        check_process()
         deadline.arrived()
         if not self._active:
             return
@@ -180,12 +184,19 @@ class Report(RLCallback):
         text = f"Interrupted by {signal.Signals(number).name}, which the code of the run did not let through."
         with self._only_told():
             event(trainer, "interrupt", text)
-        self._page.end()
-        self._page.begin(trainer.default_root_dir)
-        self._page.wait(LAST_PAGE)
+        self._end_page()
+        with suppress(subprocess.TimeoutExpired):
+            _page_apart(trainer.default_root_dir).wait(LAST_PAGE)
+
+    def _end_page(self) -> None:
+        """Stop a page that is being made: the one of the run's end comes instead."""
+        if self._page is not None:
+            self._page.kill()
+            self._page.wait()
+            self._page = None
 
     def _finish(self, trainer: Trainer) -> None:
-        self._page.end()
+        self._end_page()
         try:
             index = self._render(trainer)
         except OSError:
@@ -224,6 +235,18 @@ class Report(RLCallback):
             yield
         except OSError as error:
             log.warning("%s", not_written(error.filename or "A file of the run", error))
+
+
+def _page_apart(folder: str) -> "subprocess.Popen[bytes]":
+    """Begin to make the report of a run folder in a process that holds no GPU, and one thread of the host."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "lit_qrl.cli", "report", folder],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C is for the run
+    )
 
 
 def _samples(

@@ -65,7 +65,7 @@ from lit_qrl.run.config import RunConfig
 from lit_qrl.run.console import BEGAN, LOG_FILE, kept_from_the_screen, quiet
 from lit_qrl.run.event_log import METRICS_FILE
 from lit_qrl.run.folder import RunLock, keep_last, let_go, place, shown
-from lit_qrl.run.interrupt import Interrupted, InterruptedTogether, check_process
+from lit_qrl.run.interrupt import Interrupted, InterruptedTogether
 from lit_qrl.run.loggers import RunCSVLogger
 from lit_qrl.run.stop import stop_where_short
 from lit_qrl.shipped import SHIPPED
@@ -174,7 +174,6 @@ class QRLCLI(LightningCLI):
                 load_from_checkpoint_support=False,
             )
         finally:
-            check_process()
             cls.parts.close()
             cls.lock.release()
             let_go()

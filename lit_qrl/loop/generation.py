@@ -13,7 +13,7 @@ from lit_qrl.loop.hooks import rl_callbacks
 from lit_qrl.loop.turns import Conversations, TakesTurns
 from lit_qrl.rewards.streaming import StreamingRewards
 from lit_qrl.rollout.engine import Converses, EngineDiedError, Progress
-from lit_qrl.run.interrupt import Cut, EndsTogether
+from lit_qrl.run.interrupt import Cut
 from lit_qrl.types import Completion, EpisodeEnd, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ def together(learner: Learner, draw: Callable[[], Made]) -> Made:
         InterruptedTogether: on all ranks.
     """
     trainer, made = learner.trainer, None
-    ends = next((one for one in trainer.callbacks if isinstance(one, EndsTogether)), None)  # pyright: ignore
+    ends: Any = next((one for one in trainer.callbacks if hasattr(one, "end_together")), None)  # pyright: ignore
     if ends is None or trainer.world_size == 1:
         return draw()
     with suppress(Cut), nullcontext() if learner.data.engine.draws_together else ends.cut():

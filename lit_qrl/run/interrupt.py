@@ -4,8 +4,7 @@ One process ends at once, or after the updates under way. Several end at the sam
 in a collective for ever: a handler notes the signal and tells the other processes, each of which cuts what it draws;
 then, and at the boundaries of an iteration, all ranks learn whether one of them has noted any.
 
-What a user's code makes of that does not count: a command whose code holds on to a signal is ended by `Deadline`, and a
-copy of a run's process that `os.fork` has made in such code is ended before it writes (`check_process`).
+What a user's code makes of that does not count: a command whose code holds on to a signal is ended by `Deadline`.
 """
 
 import _thread
@@ -15,11 +14,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from types import FrameType
-from typing import Any, NoReturn, Protocol, runtime_checkable
-
-from lit_qrl.errors import EXIT_STOPPED
+from typing import Any, NoReturn
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """What a person, what a cluster and what a terminal sends that is closed."""
@@ -99,22 +96,6 @@ class Deadline:
 
 
 deadline = Deadline()
-_process: int | None = None
-
-
-def claim_process(process: int | None) -> int | None:
-    """Note which process is the run's, None for none; return what was noted before."""
-    global _process
-    before, _process = _process, process
-    return before
-
-
-def check_process() -> None:
-    """End a copy of the run's process, with which code of a user came back from `os.fork`, before it does anything."""
-    if _process is not None and _process != os.getpid():
-        text = f"os.fork was called in the run's process ({_process}), and its copy came back into the run: it is ended"
-        print(f"\nlit-qrl: {text}. Let a child end by os._exit.\n", file=sys.stderr, flush=True)
-        os._exit(EXIT_STOPPED)
 
 
 class Interruption:
@@ -131,7 +112,7 @@ class Interruption:
         self._first: float | None = None
         self._tell: Callable[[int], None] | None = None
         self._before: dict[int, Any] = {}
-        self._claimed: int | None = None
+        self._process = os.getpid()
         self._lock = threading.Lock()
 
     def install(self, together: bool = False, tell: Callable[[int], None] | None = None) -> None:
@@ -146,7 +127,7 @@ class Interruption:
         self.pending, self.deferred, self.together, self._tell = None, False, together, tell  # of a run before
         self._cuts = self._passed_on = False
         self._first = None
-        self._claimed = claim_process(os.getpid())
+        self._process = os.getpid()
         kept = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else []  # under nohup
         self._before = {number: signal.signal(number, self._handle) for number in SIGNALS if number not in kept}
 
@@ -154,8 +135,6 @@ class Interruption:
         """Give the signals back; what was raised has arrived."""
         deadline.arrived()
         with self._lock:
-            if self._before:
-                claim_process(self._claimed)
             for number, handler in self._before.items():
                 if signal.getsignal(number) in (self._handle, signal.SIG_IGN):  # the Trainer may have given it back
                     signal.signal(number, handler if handler is not None else signal.SIG_DFL)
@@ -198,7 +177,7 @@ class Interruption:
                 signal.pthread_kill(threading.main_thread().ident or 0, number)  # it may sleep
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if _process != os.getpid():  # of a copy that is at work for somebody, as processes of its kind are
+        if self._process != os.getpid():  # of a copy that is at work for somebody, as processes of its kind are
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         own, self._passed_on, now = not self._passed_on, False, time.monotonic()
@@ -222,16 +201,3 @@ class Interruption:
     def _raise(self, number: int) -> NoReturn:
         deadline.begin(number)
         raise Interrupted(number)
-
-
-@runtime_checkable
-class EndsTogether(Protocol):
-    """A callback that ends all processes of a run by a signal that one of them got."""
-
-    def cut(self) -> AbstractContextManager[None]:
-        """See `Interruption.cut`."""
-        ...
-
-    def end_together(self, trainer: Any, module: Any) -> None:
-        """Save and raise `InterruptedTogether` on all ranks, where one of several has got a signal."""
-        ...

@@ -13,7 +13,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lit_qrl.errors import named
 from lit_qrl.run.event_log import METRICS_FILE, replacing
 from lit_qrl.run.folder import set_aside
-from lit_qrl.run.interrupt import check_process
 
 
 class RunCSVLogger(Logger):
@@ -68,7 +67,6 @@ class RunCSVLogger(Logger):
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Append one row; a value may be a number or a tensor of one element."""
-        check_process()
         row = {"step": step} if step is not None else {}
         row.update({name: value.item() if hasattr(value, "item") else value for name, value in metrics.items()})
         columns = self._open()

@@ -5,7 +5,7 @@ Of memory that does not suffice it says what was asked for, who has the rest, an
 
 from collections.abc import Callable, Iterable
 from functools import wraps
-from typing import Any, NoReturn, Protocol, TypeVar, runtime_checkable
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from lightning.pytorch import Trainer
@@ -15,14 +15,6 @@ from torch.utils._pytree import tree_leaves
 from lit_qrl.errors import ConfigError, MemoryShortageError, StoppedError, asked, out_of_memory
 from lit_qrl.run.event_log import event
 from lit_qrl.run.folder import last_checkpoint, shown
-
-
-@runtime_checkable
-class SavesBeforeUpdate(Protocol):
-    """A callback that can write a checkpoint from which the iteration under way begins again."""
-
-    def save_before_update(self, trainer: Trainer) -> None:
-        """Save a run that stops in an iteration before its first update."""
 
 
 def stop_run(
@@ -47,8 +39,8 @@ def stop_run(
     # Of several processes one alone cannot save: the others would have to take part.
     if save and trainer.world_size == 1 and not unfit:
         for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
-            if isinstance(callback, SavesBeforeUpdate):
-                callback.save_before_update(trainer)
+            if saves := getattr(callback, "save_before_update", None):  # of `RunCheckpoint`, or the user's own
+                saves(trainer)
     saved = last_checkpoint(trainer.default_root_dir)
     where = f"The last good checkpoint is {shown(saved)}." if saved else "No checkpoint had been written."
     event(trainer, "stopped", f"{message} {where}", cause=kind)

@@ -10,7 +10,6 @@ from lightning.pytorch.trainer.connectors import signal_connector
 from peft import LoraConfig
 
 from lit_qrl.callbacks import AIS, AQNNoise, RLCallback
-from lit_qrl.callbacks import checkpoint as checkpoint_module
 from lit_qrl.callbacks.checkpoint import resolve_checkpoint
 from lit_qrl.errors import ConfigError
 from lit_qrl.run import checkpoint_files as saving
@@ -160,22 +159,6 @@ def test_the_last_file_is_written_while_the_report_is_made(tmp_path, monkeypatch
     trainer.fit(module, datamodule=data)
     assert seen == [True]
     assert torch.load(last_checkpoint(tmp_path / "run"), weights_only=True)["global_step"] == 2
-
-
-def test_the_end_of_a_run_says_that_its_checkpoint_takes_long(tmp_path, monkeypatch, capsys):
-    said, wait = threading.Event(), CheckpointFiles.wait
-    tell = checkpoint_module._tell
-    monkeypatch.setattr(checkpoint_module, "PATIENCE", 0.0)
-    monkeypatch.setattr(checkpoint_module, "_tell", lambda path: (tell(path), said.set()))
-    slow = lambda self: (self._thread is None or said.wait(30), wait(self))  # noqa: E731
-    monkeypatch.setattr(CheckpointFiles, "wait", slow)  # the disk takes as long
-    fit(tmp_path, trainer={"max_epochs": 1})
-    path = last_checkpoint(tmp_path / "run")
-    assert f"Writing the last iteration's checkpoint: {path}" in capsys.readouterr().out
-    monkeypatch.setattr(checkpoint_module, "PATIENCE", 60.0)
-    monkeypatch.setattr(CheckpointFiles, "wait", wait)
-    fit(tmp_path / "quick", trainer={"max_epochs": 1})
-    assert f"checkpoint: {tmp_path / 'quick'}" not in capsys.readouterr().out  # the first run's may still come
 
 
 def test_a_run_under_an_average_goes_on_from_what_it_trained(tmp_path):

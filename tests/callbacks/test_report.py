@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -6,7 +8,6 @@ from lightning.pytorch.loggers import CSVLogger
 from lit_qrl.callbacks.report import Report, _log_ratios, _samples, token_lengths
 from lit_qrl.errors import ConfigError
 from lit_qrl.loop.hooks import RLCallback
-from lit_qrl.report.live import PageApart
 from lit_qrl.report.run import Run
 from lit_qrl.run.event_log import read_jsonl
 from lit_qrl.run.interrupt import Interrupted
@@ -198,14 +199,19 @@ def test_the_text_of_a_token_is_asked_for_once():
 @pytest.mark.parametrize(("every", "begun"), [(0, []), (1, [1, 2]), (2, [2])])
 def test_the_report_between_iterations_is_made_apart(tmp_path, monkeypatch, caplog, every, begun):
     seen, ended = [], []
-    begin = lambda self, folder: seen.append(Run(folder).iterations) or len(seen) < 2  # noqa: E731
-    monkeypatch.setattr(PageApart, "begin", begin)
-    monkeypatch.setattr(PageApart, "end", lambda self: ended.append(len(seen)))
+
+    def page_apart(folder):
+        seen.append(Run(folder).iterations)
+        return SimpleNamespace(
+            poll=lambda: 1, returncode=1, kill=lambda: ended.append(len(seen)), wait=lambda *seconds: 1
+        )
+
+    monkeypatch.setattr("lit_qrl.callbacks.report._page_apart", page_apart)
     monkeypatch.setattr("lit_qrl.callbacks.report.render", lambda folder: seen.append(Run(folder).iterations))
     trainer_of(tmp_path, [Report(every_n_iterations=every)], 3, enable_progress_bar=False).fit(Module())
     # Each sees the iterations that are done, the last of them included.
     assert seen == [*begun, 3]
-    assert ended == [len(begun)]  # before the last one is made, by the run itself
+    assert ended == [len(begun)] * bool(begun)  # before the last one is made, by the run itself
     assert ("A report could not be made" in caplog.text) == (len(begun) == 2)
 
 

@@ -51,10 +51,6 @@ def for_ever():
         except BaseException:
             pass
 
-def twice():
-    if os.fork():
-        os.wait()
-
 def full(name):
     opened = pathlib.Path.open
     class Full:
@@ -103,7 +99,6 @@ LEAVES = {
     "its class": ("at(DigitReward, '__init__', sys.exit)\nDigitReward.__init__.__doc__ = ''", "SystemExit(None)"),
 }
 FULL = {"metrics.csv": "metrics", "samples.jsonl": "samples", "last.ckpt": "last.ckpt", "index.html": "index.html"}
-FORKS = {"a callback": "at(GRPOModule, 'on_train_epoch_end', twice)"}
 
 
 pytestmark = pytest.mark.timeout(900)
@@ -117,7 +112,6 @@ def ended(tmp_path_factory):
     programs |= {("stuck", name): how for name, how in STUCK.items()}
     programs |= {("leaves", name): how for name, (how, _) in LEAVES.items()}
     programs |= {("full", name): f"full({part!r})" for name, part in FULL.items()}
-    programs |= {("forks", name): how for name, how in FORKS.items()}
     model, written, texts = model_folder(folder / "model"), folder / "written", []
     written.mkdir()
     for number, (key, how) in enumerate(programs.items()):
@@ -161,15 +155,6 @@ def test_code_that_does_not_let_go_is_ended_with_the_signal_s_status_and_the_rep
 def test_code_that_ends_the_process_ends_the_run_with_status_70_and_its_place(ended, name):
     end, _ = ended["leaves", name]
     assert (end.returncode, f"The run was ended by {LEAVES[name][1]} at " in told(end)) == (70, True), told(end)
-
-
-@pytest.mark.parametrize("name", FORKS)
-def test_a_copy_that_comes_back_from_a_fork_is_ended_and_writes_nothing(ended, name):
-    end, run = ended["forks", name]
-    assert (end.returncode, told(end).count("its copy came back into the run: it is ended")) == (0, 1)
-    assert len((run / "metrics.csv").read_text().splitlines()) == 3
-    kinds = [one["kind"] for one in read_jsonl(run / "events.jsonl")]
-    assert (kinds.count("start"), kinds.count("finish")) == (1, 1)
 
 
 @pytest.mark.parametrize("name", FULL)
