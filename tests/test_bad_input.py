@@ -259,7 +259,7 @@ KNOWN_BEFORE_A_MODEL = {
     ),
     "reward function that is not there": (
         ["--data.task.rewards+=tests.test_bad_input.fiew"],
-        ["no reward 'fiew' in 'tests.test_bad_input'", "Did you mean 'few'?"],
+        ["no function 'fiew' in tests.test_bad_input", "Did you mean 'few'?"],
     ),
     "reward function with a column that is not there": (
         ["--data.task.rewards", '[{"class_path": "tests.test_bad_input.needy"}]'],

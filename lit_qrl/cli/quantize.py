@@ -112,14 +112,6 @@ def _bar(unit: str) -> Iterator[Callable[[int, int], None]]:
     from rich.console import Console
 
     columns = (rich.BarColumn(), rich.MofNCompleteColumn(), rich.TimeElapsedColumn(), rich.TimeRemainingColumn())
-    bar = rich.Progress(unit, *columns, console=Console(stderr=True))
-    task = bar.add_task(unit, total=None)
-
-    def progress(done: int, total: int) -> None:
-        bar.start()  # not before there is work, so that an error stands alone
-        bar.update(task, completed=done, total=total)
-
-    try:
-        yield progress
-    finally:
-        bar.stop()
+    with rich.Progress(unit, *columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(unit, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -47,11 +47,11 @@ from lit_qrl.cli import TRAINING
 from lit_qrl.cli.config_files import config_files, expanded, found, located, run_folder_name
 from lit_qrl.cli.dry_run import dry_run
 from lit_qrl.cli.errors import made_by_training, paragraph, refused
-from lit_qrl.cli.parser import CommandParser, FunctionError, ReadableParser, in_object, in_words
+from lit_qrl.cli.parser import CommandParser, ReadableParser, in_object, in_words
 from lit_qrl.data import tasks
 from lit_qrl.data.module import RolloutDataModule
 from lit_qrl.data.task import Task
-from lit_qrl.errors import ConfigError, IncompleteError, StoppedError, collected, nearest
+from lit_qrl.errors import ConfigError, IncompleteError, StoppedError, check_choice, collected
 from lit_qrl.loop.correction import check_combination
 from lit_qrl.loop.evaluation import BOUNDS, is_bound
 from lit_qrl.loop.hooks import RLCallback
@@ -118,7 +118,7 @@ class QRLParser(ReadableParser, LightningArgumentParser):
 
     def classes(self, key: str) -> list[str]:
         """Return the names that a `class_path` may have at a key."""
-        return known_classes(key)
+        return sorted(classes_at(key))
 
     def add_class_arguments(self, theclass: type, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Add a class's arguments; what an optimizer leaves open has no default here."""
@@ -179,15 +179,11 @@ class QRLCLI(LightningCLI):
             let_go()
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parse the arguments; what is wrong with a reward function is said in its own words."""
-        with collected() as made:
-            try:
-                super().parse_arguments(parser, args)
-            except ConfigError as refused:
-                for error in made:
-                    if isinstance(error, FunctionError):
-                        raise error from None
-                raise located(refused, self.arguments) from refused
+        """Parse the arguments; what is wrong with a file says where it stands."""
+        try:
+            super().parse_arguments(parser, args)
+        except ConfigError as refused:
+            raise located(refused, self.arguments) from refused
 
     def subcommands(self) -> dict[str, set[str]]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the command that is run alone; with the parsers of the other three, parsing takes twice as long."""
@@ -387,11 +383,7 @@ def fill_in_optimizer(model: Any) -> None:
 
 
 def passes_per_step(micro_batches: int | str) -> int:
-    """Return what Lightning is told before anything is drawn of how many micro-batches an optimizer step has.
-
-    >>> passes_per_step(4), passes_per_step("auto")
-    (4, 1)
-    """
+    """Return what Lightning is told before anything is drawn of how many micro-batches an optimizer step has."""
     return 1 if isinstance(micro_batches, str) else micro_batches
 
 
@@ -435,17 +427,12 @@ KINDS: dict[str, type] = {
 BASES = (Optimizer, RLCallback, QuantizedPrecision)
 
 
-def known_classes(key: str = "") -> list[str]:
-    """Return the names that a `class_path` may have without a module path, at that key (none if unknown) or at any.
+def classes_at(key: str = "") -> dict[str, type]:
+    """Return the classes that a `class_path` may name without a module path, at that key (none if unknown) or at any.
 
-    >>> known_classes("data.engine")
+    >>> sorted(classes_at("data.engine"))
     ['DiffusionEngine', 'RemoteVLLMEngine', 'TransformersEngine', 'VLLMEngine']
     """
-    return sorted(classes_at(key))
-
-
-def classes_at(key: str = "") -> dict[str, type]:
-    """Return those classes by name."""
     kinds = tuple(KINDS[part] for part in key.split(".") if part in KINDS) if key else tuple(KINDS.values())
     modules = (
         callbacks,
@@ -606,13 +593,7 @@ def completion(shell: str, commands: Mapping[str, str]) -> str:
     Raises:
         ConfigError: for another shell.
     """
-    if shell not in SHELLS:
-        raise ConfigError(
-            "--print_shtab writes for a shell.",
-            expected=", ".join(SHELLS),
-            given=shell or None,
-            remedy=nearest(shell, SHELLS) if shell else "Name one.",
-        )
+    check_choice("--print_shtab", shell or "nothing", SHELLS)
     _AllParsers.others = commands
     try:
         _AllParsers.run(["fit"])

@@ -151,14 +151,12 @@ def png_of(sheet: Any) -> bytes:
 
 CHARACTERS_SHOWN = 6000
 """Of a prompt or completion."""
-PAGE_CHARACTERS = 600_000
-"""Of all samples on a page, as they are written there; with more, iterations are left out evenly."""
+PAGE_CHARACTERS = 1_000_000
+"""Of all samples on a page, with the markup of coloured tokens; with more, iterations are left out evenly."""
 EDGES = (0.02, 0.1, 0.5)
 """Nats: |log-ratio| from which a token has the first, second and third shade."""
 STAGES = 8
 """Of the order in which a completion was unmasked."""
-MARKUP = 24
-"""Characters that the markup of a coloured stretch takes, about."""
 
 
 def samples_section(run: Run) -> Section | None:
@@ -168,7 +166,7 @@ def samples_section(run: Run) -> Section | None:
         by_iteration.setdefault(sample.get("iteration", 0), []).append(shown(sample))
     if not by_iteration:
         return None
-    kept = fitting(list(by_iteration), [sum(map(_size, group)) for group in by_iteration.values()], PAGE_CHARACTERS)
+    kept = fitting(list(by_iteration), [len(str(group)) for group in by_iteration.values()], PAGE_CHARACTERS)
     groups = [{"iteration": i, "version": by_iteration[i][0]["version"], "samples": by_iteration[i]} for i in kept]
     all_shown = [sample for group in groups for sample in group["samples"]]
     caption = "What the policy wrote in training, spread evenly over each iteration's prompts, not selected by reward."
@@ -295,12 +293,6 @@ def shorten(text: Any) -> str:
     text = str(text)
     cut = len(text) - CHARACTERS_SHOWN
     return text if cut <= 0 else f"{text[:CHARACTERS_SHOWN]} … ({cut} more characters)"
-
-
-def _size(sample: dict[str, Any]) -> int:
-    own = sum(len(piece["text"]) + (MARKUP if "shade" in piece else 0) for piece in sample["pieces"])
-    own += sum(len(text) + 2 * MARKUP for _, text in sample["stages"])
-    return own + len(sample["prompt"]) + len(sample["answer"] or "") + 20 * MARKUP
 
 
 def _numbers(values: Any) -> list[float | None]:

@@ -253,7 +253,7 @@ def find_function(path: str) -> Function:
         ) from error
     found = getattr(module, name, None)
     if found is None:
-        known = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
+        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise ConfigError(
             f"There is no function {name!r} in {where}.",
             remedy=nearest(name, known) if known else "The module has no function.",

@@ -326,17 +326,6 @@ def written_states(keys: Iterable[str], number: int) -> Iterator[tuple[int, str]
             yield int(index), name
 
 
-def new_folder(beside: Path, step: int) -> Path:
-    """Return a folder for the parts of a checkpoint that no other one has; it is not made.
-
-    Args:
-        beside: the checkpoint's file.
-        step: of the optimizer.
-    """
-    names = (f"parts-{step}{f'-{again}' if again else ''}" for again in range(10**6))
-    return next(folder for name in names if not (folder := beside.parent / name).exists())
-
-
 def write_parts(tensors: dict[str, Tensor], folder: Path) -> None:
     """Write tensors, each process its own parts; returns when all are on the disk."""
     dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(folder))

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from secrets import token_hex
 from typing import Any, Literal
 
 import torch
@@ -25,7 +26,6 @@ from lit_qrl.precision.layers.packed_linear import PackedLinear
 from lit_qrl.precision.source import PublishingPrecision
 from lit_qrl.run.checkpoint_files import (
     FOLDER,
-    new_folder,
     parts_of,
     read_checkpoint,
     read_parts,
@@ -250,7 +250,7 @@ class ShardedStrategy(Described, ModelParallelStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         path = Path(self.broadcast(filepath))
-        folder: Path = self.broadcast(new_folder(path, checkpoint["global_step"]))
+        folder: Path = self.broadcast(path.parent / f"parts-{checkpoint['global_step']}-{token_hex(4)}")
         write_parts(take_parts(checkpoint), folder)
         checkpoint[FOLDER] = folder.name
         super().save_checkpoint(checkpoint, path, storage_options)

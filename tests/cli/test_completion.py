@@ -39,4 +39,4 @@ def test_another_shell_is_refused(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["--print_shtab"])
     assert stop.value.code == 2
-    assert "Name one" in capsys.readouterr().err
+    assert "Given: nothing" in capsys.readouterr().err

@@ -9,7 +9,7 @@ from lightning.pytorch import Callback
 
 from lit_qrl import callbacks, objective, rollout
 from lit_qrl.cli.main import main
-from lit_qrl.cli.training import FORCED, check_callbacks, known_classes, told
+from lit_qrl.cli.training import FORCED, check_callbacks, classes_at, told
 from lit_qrl.errors import ConfigError
 
 RUNS = Path("runs/sums")
@@ -116,19 +116,19 @@ def test_every_forced_callback_has_a_group_and_cannot_be_added():
 
 def test_names_that_resolve_are_those_of_the_kind():
     corrections = [name for name in callbacks.__all__ if name != "RLCallback"]
-    assert set(corrections) <= set(known_classes("trainer.callbacks"))
-    assert "RLCallback" not in known_classes("trainer.callbacks")
-    assert known_classes("data.engine") == sorted(
+    assert set(corrections) <= set(classes_at("trainer.callbacks"))
+    assert "RLCallback" not in classes_at("trainer.callbacks")
+    assert sorted(classes_at("data.engine")) == sorted(
         name for name in vars(rollout) if name.endswith("Engine") and name != "RolloutEngine"
     )
     kinds = {name for name, value in vars(objective).items() if isinstance(value, type)}
-    assert set(known_classes("model.objective")) <= kinds
-    assert "GRPO" in known_classes("model.objective")
-    assert {"torch.optim.AdamW", "MuonAdamW"} <= set(known_classes("model.optimizer"))
-    assert {"AIS", "GRPO", "VLLMEngine"} <= set(known_classes())
-    assert {"CSVLogger", "TensorBoardLogger"} <= set(known_classes("trainer.logger"))
-    assert "AIS" not in known_classes("trainer.logger")
-    assert known_classes("trainer.profiler") == []
+    assert set(classes_at("model.objective")) <= kinds
+    assert "GRPO" in classes_at("model.objective")
+    assert {"torch.optim.AdamW", "MuonAdamW"} <= set(classes_at("model.optimizer"))
+    assert {"AIS", "GRPO", "VLLMEngine"} <= set(classes_at())
+    assert {"CSVLogger", "TensorBoardLogger"} <= set(classes_at("trainer.logger"))
+    assert "AIS" not in classes_at("trainer.logger")
+    assert classes_at("trainer.profiler") == {}
 
 
 def test_help_begins_with_examples_and_speaks_of_this_program_s_checkpoints(capsys):
