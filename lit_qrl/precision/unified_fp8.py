@@ -112,9 +112,9 @@ class UnifiedFP8(QuantizedPrecision):
         super().__init__(FP8Block(), exclude, autocast)
         self.arithmetic = Unified(self.format)
         self._asked = backend
-        # `auto` waits for the device.
-        self.backend = None if backend == "auto" else block_fp8.backend(backend)
         self.fuse: Fuse = fuse
+        if backend != "auto":  # which waits for the device
+            self.arithmetic.take(block_fp8.backend(backend))
         if fuse is True and backend == "te":
             raise ConfigError(
                 "The backend te quantizes with its own kernels, which are not fused with what comes before.",
@@ -122,16 +122,14 @@ class UnifiedFP8(QuantizedPrecision):
                 remedy="Set backend to torch, or fuse to false.",
             )
 
+    @property
+    def backend(self) -> Backend:
+        """What multiplies; `auto` has chosen it once a model was checked."""
+        return self.arithmetic.backend
+
     @override
     def check_model(self, network: nn.Module, device: torch.device) -> None:
-        if self._asked == "auto":
-            chosen, before = block_fp8.backend("auto", one_pass=bool(self.fuse), device=device), self.backend
-            if before is None or before.name != chosen.name:
-                log.info("UnifiedFP8 takes the backend %s.", chosen.name)
-            self.backend = chosen
-        else:
-            block_fp8.require(self._asked, device)
-        assert self.backend is not None
+        self.arithmetic.take(block_fp8.backend(self._asked, bool(self.fuse), device))
         if self.backend.name != "emulate":
             self._check_shapes(quantizable_layers(network, self.exclude))
         super().check_model(network, device)
@@ -140,10 +138,10 @@ class UnifiedFP8(QuantizedPrecision):
     def convert_module(self, module: nn.Module) -> nn.Module:
         device = device_of(module)
         super().convert_module(module)  # which checks, and chooses the backend
-        assert self.backend is not None
+        if self._asked == "auto":
+            log.info("UnifiedFP8 takes the backend %s.", self.backend.name)
         if self._asked == "auto" and self.backend.name == "emulate":
             tell_emulated("UnifiedFP8", self.format, device)
-        self.arithmetic.take(self.backend)
         if self.fuse is True or self.backend.name == "torch":
             quantize_in_passing(network_of(module), columns=True, choice=self.fuse)
         return module

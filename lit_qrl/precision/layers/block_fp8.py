@@ -225,17 +225,6 @@ def backend(name: str, one_pass: bool = False, device: torch.device | None = Non
         name = ("te" if not one_pass and _te_missing() is None else "torch") if usable else "emulate"
     if name not in known:
         raise ConfigError("There is no such FP8 backend.", expected="auto, te, torch or emulate", given=name)
-    require(name, device)
-    return known[name]()
-
-
-def require(name: str, device: torch.device | None = None) -> None:
-    """Raise `ConfigError` for a backend that cannot run on the device.
-
-    Args:
-        name: `te`, `torch` or `emulate`.
-        device: where the learner is; None is this host's GPU.
-    """
     missing = None if name == "emulate" else _block_gemm_missing(device)
     if missing is None and name == "te":
         missing = _te_missing()
@@ -244,6 +233,7 @@ def require(name: str, device: torch.device | None = None) -> None:
             f"The FP8 backend {name} cannot run here: {missing}",
             remedy="Set backend to emulate for the same numbers at fp32 speed, or use another plugin.",
         )
+    return known[name]()
 
 
 def _block_gemm_missing(device: torch.device | None) -> str | None:
