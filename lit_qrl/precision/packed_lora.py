@@ -127,39 +127,36 @@ class PackedLoRA(QuantizedPrecision):
         if self.packed(network):
             return
         base: PackedBase | None = getattr(policy, "packed_base", None)
-        if base is None:
-            self.check_model(network, device_of(network))
+        deferred: DeferredWeights | None = getattr(policy, "deferred", None)
         linears = {
             name: layer
             for name, layer in quantizable_linears(network, self.exclude).items()
             if not layer.weight.requires_grad  # a copy that is trained beside the adapter stays as it is
         }
         stacks = expert_stacks(network, self.exclude)
-        self._check_shared(network)
-        experts = {name: shape for stack in stacks.values() for name, shape in stack.layers().items()}
-        if base is not None:
+        if base is None:
+            self.check_model(network, device_of(network))
+        else:
+            self._check_shared(network)
+            experts = (name for stack in stacks.values() for name in stack.layers())
             held = base.select(self.format, self.exclude, {*linears, *experts}, type(self).__name__)
             linears = {name: linears[name] for name in linears if name in held}
             stacks = {name: stack for name, stack in stacks.items() if stack.within(held)}
-            experts = {name: shape for name, shape in experts.items() if name in held}
-        deferred: DeferredWeights | None = getattr(policy, "deferred", None)
         for names in fused_groups(linears).values():
-            if base is not None:
-                for name in names:
-                    linear = linears.pop(name)
-                    shape = (linear.out_features, linear.in_features)
-                    q = base.weight(name, shape, linear.weight.device)
-                    self._place(network, name, linear, q)
-                continue
-            for name in names:
-                if deferred is not None:
+            shared = None
+            if base is None:
+                for name in names if deferred is not None else ():
                     deferred.fill(linears[name])
-            parts = {name: linears[name].weight.detach() for name in names}
-            shared = shared_amax(parts) if self.format.shares_amax else None
-            del parts
+                if self.format.shares_amax:
+                    shared = shared_amax({name: linears[name].weight.detach() for name in names})
             for name in names:
                 linear = linears.pop(name)
-                self._place(network, name, linear, self._quantized(name, linear.weight.detach(), shared))
+                weight = linear.weight.detach()
+                if base is None:
+                    q = self._quantized(name, weight, shared)
+                else:
+                    q = base.weight(name, (linear.out_features, linear.in_features), weight.device)
+                self._place(network, name, linear, q)
         for name, stack in stacks.items():
             plain = network.get_submodule(name)
             if deferred is not None:
