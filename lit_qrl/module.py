@@ -273,8 +273,6 @@ class GRPOModule(Described, LightningModule):
         plugin = self.trainer.precision_plugin
         if isinstance(plugin, PublishingPrecision):
             plugin.configure_policy(self.policy)
-        if self.policy.packed_base is not None:
-            self.policy.packed_base.require_packed(self.policy.network)
         if self.objective.kl_coefficient > 0:
             self.policy.keep_reference()
         strategy = self.trainer.strategy

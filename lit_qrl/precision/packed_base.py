@@ -15,8 +15,6 @@ from lit_qrl.formats.base import NumberFormat, QuantizedWeight
 from lit_qrl.network.adapters import starts_from_base
 from lit_qrl.network.experts import ExpertStack, expert_stacks, stored_names
 from lit_qrl.network.folder import FolderReader
-from lit_qrl.network.names import base_of, checkpoint_modules
-from lit_qrl.network.quantized_linear import QuantizedLinear
 from lit_qrl.network.structure import outline_of
 from lit_qrl.precision.deferred import DeferredWeights
 from lit_qrl.precision.source import PublishingPrecision
@@ -157,11 +155,6 @@ class PackedBase:
                 parts[layer].append(name)
         return parts
 
-    @property
-    def layers(self) -> list[str]:
-        """Names of the layers that are held as codes."""
-        return list(self._parts)
-
     def build(self, model: Callable[[], Any], dtype: torch.dtype | None) -> Any:
         """Return the model with every plain weight in place; packed layers have shape and dtype, and no memory.
 
@@ -269,12 +262,6 @@ class PackedBase:
             )
         return list(self._parts)
 
-    def require_packed(self, network: nn.Module) -> None:
-        """Raise `ConfigError` when a layer's codes found no module that computes with them."""
-        taken = {name for name, module in checkpoint_modules(network) if isinstance(base_of(module), QuantizedLinear)}
-        if set(self._parts) - taken:
-            raise _adapted_alone(self.folder, self.format)
-
 
 def check_codes(folder: str | Path, held: NumberFormat, format: NumberFormat, plugin: str) -> None:
     """Raise `ConfigError` where a plugin computes in another format than a folder holds.
@@ -307,18 +294,15 @@ def check_plugin(plugin: Any, policy: Any, device: torch.device) -> None:
     """
     ours = plugin if isinstance(plugin, PublishingPrecision) else None
     if policy.packed_format is not None and not (ours is not None and ours.packs_base):
-        raise _adapted_alone(policy.source, policy.packed_format, ours and type(ours).__name__)
+        format: NumberFormat = policy.packed_format
+        packs = "PackedLoRA" if format.quantizes_activations else "NVFP4LoRA"  # as configs/precision has them
+        raise ConfigError(
+            f"The model folder {policy.source} holds {format.name} codes, which only an adapter can be trained over.",
+            expected=f"trainer.plugins with {packs}(format={format.name}), and model.policy.lora",
+            given=ours and type(ours).__name__,
+            remedy=f"Add configs/precision/{format.name}_lora.yaml, or start from the plain checkpoint.",
+        )
     if ours is not None:
         ours.check_policy(policy)
         if policy.packed_format is None:  # whose layers a folder holds
             ours.check_model(outline_of(policy), device)
-
-
-def _adapted_alone(folder: str | Path, format: NumberFormat, given: str | None = None) -> ConfigError:
-    packs = "PackedLoRA" if format.quantizes_activations else "NVFP4LoRA"  # as configs/precision has them
-    return ConfigError(
-        f"The model folder {folder} holds {format.name} codes, which only an adapter can be trained over.",
-        expected=f"trainer.plugins with {packs}(format={format.name}), and model.policy.lora",
-        given=given,
-        remedy=f"Add configs/precision/{format.name}_lora.yaml, or start from the plain checkpoint.",
-    )

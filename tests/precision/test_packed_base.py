@@ -205,10 +205,8 @@ def test_a_truncated_shard_is_named(tmp_path):
 
 def test_codes_need_the_plugin_and_an_adapter_that_does_not_need_them(tmp_path):
     folder, _ = quantized(tmp_path)
-    policy = CausalPolicy(folder)
-    policy.configure()
     with pytest.raises(ConfigError, match=r"nvfp4_lora\.yaml"):
-        policy.packed_base.require_packed(policy.network)
+        check_plugin(None, CausalPolicy(folder), torch.device("cpu"))
     for options in ({"use_dora": True}, {"init_lora_weights": "pissa"}):
         with pytest.raises(ConfigError, match="starts from the base's weights"):
             CausalPolicy(folder, lora=lora(**options))
