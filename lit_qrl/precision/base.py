@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -245,29 +244,6 @@ def check_shapes(
             given=f"{where}: {', '.join(exclude)}" if exclude else "a model without nn.Linear",
             remedy=f"Correct {where}, or take a model made of nn.Linear layers.",
         )
-    faults, expected = _faults(format, layers)
-    if not faults:
-        return
-    count = "1 layer does" if len(faults) == 1 else f"{len(faults)} layers do"
-    sizes = (size for size in ENGINES_TAKE if size < getattr(format, "group_size", 0))
-    smaller: Any = next(
-        (made for size in sizes if not _faults(made := replace(format, group_size=size), layers)[0]),  # pyright: ignore
-        None,
-    )
-    raise ConfigError(
-        f"{count} not fit {format.name}: {', '.join(faults[:4])}{' …' if len(faults) > 4 else ''}.",
-        expected=expected,
-        remedy=f"{f'Write {smaller}, exclude' if smaller else 'Exclude'} them with globs in {where}, or choose "
-        "another format.",
-    )
-
-
-ENGINES_TAKE = (64, 32)
-"""Sizes of groups below the usual 128, as engines have kernels for them."""
-
-
-def _faults(format: NumberFormat, layers: Mapping[str, nn.Linear | tuple[int, int]]) -> tuple[list[str], object]:
-    """Return the layers whose shape does not fit, and what would."""
     faults, expected = [], None
     for name, layer in layers.items():
         shape = (layer.out_features, layer.in_features) if isinstance(layer, nn.Linear) else layer
@@ -276,4 +252,11 @@ def _faults(format: NumberFormat, layers: Mapping[str, nn.Linear | tuple[int, in
         except ConfigError as error:
             faults.append(f"{name} {shape}")
             expected = error.expected
-    return faults, expected
+    if faults:
+        count = "1 layer does" if len(faults) == 1 else f"{len(faults)} layers do"
+        smaller = "Choose a smaller group_size, exclude" if hasattr(format, "group_size") else "Exclude"
+        raise ConfigError(
+            f"{count} not fit {format.name}: {', '.join(faults[:4])}{' …' if len(faults) > 4 else ''}.",
+            expected=expected,
+            remedy=f"{smaller} them with globs in {where}, or choose another format.",
+        )
