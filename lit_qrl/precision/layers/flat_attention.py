@@ -58,21 +58,18 @@ def _known(module: Any, x: Tensor, turns: tuple[Tensor, Tensor], kwargs: dict[st
     return half and cos.shape == (*x.shape[:2], module.head_dim) and module.head_dim % 2 == 0
 
 
-def turn_while_laid_out(network: nn.Module) -> int:
-    """Let the attention of known families be `FlatAttention`, in place, and return how many layers there are.
+def turn_while_laid_out(network: nn.Module) -> None:
+    """Let the attention of known families be `FlatAttention`, in place.
 
     Norms of heads take one kernel.
 
     Args:
         network: a model; whatever is not known stays as it is.
     """
-    known = 0
     for part in list(network.modules()):
         if type(part).__name__ in ROTATED_BY_HALVES:
-            known += 1
             for name in HEAD_NORMS:
                 norm = getattr(part, name, None)
                 if type(norm).__name__ in RMS_NORMS:
                     setattr(part, name, OnePassRMSNorm(norm, columns=False, codes=False))
             become(part, FlatAttention)
-    return known

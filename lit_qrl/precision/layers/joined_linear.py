@@ -113,8 +113,8 @@ class JoinedLinear(nn.Linear):
         return super().forward(input)
 
 
-def join_linears(network: nn.Module) -> int:
-    """Let plain linear layers that read one input be multiplied together, in place, and return how many there are.
+def join_linears(network: nn.Module) -> None:
+    """Let plain linear layers that read one input be multiplied together, in place.
 
     Names and parameters stay; a plugin that puts other layers in their place finds linear layers.
 
@@ -124,17 +124,12 @@ def join_linears(network: nn.Module) -> int:
     plain: dict[str, Any] = {
         name: module for name, module in network.named_modules() if type(module) in (nn.Linear, JoinedLinear)
     }
-    joined = 0
     together = reading_alike(network, plain)
     alone = [[name] for name in plain if together and name.rpartition(".")[2] in ALONE]
     for names in together + alone:
         layers = [plain[name] for name in names]
-        alike = len({(layer.in_features, layer.bias is None) for layer in layers}) == 1
-        if not alike:
-            continue
-        group = _Plain(layers)
-        for layer in layers:
-            layer.__class__ = JoinedLinear
-            layer.together = group
-        joined += len(layers)
-    return joined
+        if len({(layer.in_features, layer.bias is None) for layer in layers}) == 1:
+            group = _Plain(layers)
+            for layer in layers:
+                layer.__class__ = JoinedLinear
+                layer.together = group

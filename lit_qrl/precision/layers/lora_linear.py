@@ -189,16 +189,15 @@ def keep_factors(network: nn.Module, convert: Callable[[Tensor], Tensor]) -> Cal
     return converted
 
 
-def swap_lora_linears(network: nn.Module) -> int:
-    """Let PEFT's LoRA layers compute as `LoRALinear` does, in place, and return how many do.
+def swap_lora_linears(network: nn.Module) -> None:
+    """Let PEFT's LoRA layers compute as `LoRALinear` does, in place.
 
     Args:
         network: a model with a LoRA adapter; without one nothing happens.
     """
-    layers = [module for module in network.modules() if type(module) in (PEFTLinear, LoRALinear)]
-    for layer in layers:
-        layer.__class__ = LoRALinear
-    return len(layers)
+    for module in network.modules():
+        if type(module) is PEFTLinear:
+            module.__class__ = LoRALinear
 
 
 def sum_factors(network: nn.Module, merged: bool) -> None:

@@ -229,8 +229,8 @@ class OnePassGatedMLP(nn.Module):
         return hidden
 
 
-def quantize_in_passing(network: nn.Module, columns: bool, choice: Fuse = True) -> list[str]:
-    """Replace norms and gated MLPs before quantized layers in place, and return the names of those.
+def quantize_in_passing(network: nn.Module, columns: bool, choice: Fuse = True) -> None:
+    """Replace norms and gated MLPs before quantized layers in place.
 
     A second call changes nothing. Parameters keep their names.
 
@@ -243,7 +243,7 @@ def quantize_in_passing(network: nn.Module, columns: bool, choice: Fuse = True) 
         ConfigError: if nothing matched and `choice` is True.
     """
     if not choice or (choice == "auto" and not kernels_here()):
-        return []
+        return
     names = []
     for name, layer in list(network.named_modules()):
         for child, reader in {**NORM_READERS, "mlp": "mlp.down_proj"}.items():
@@ -257,7 +257,6 @@ def quantize_in_passing(network: nn.Module, columns: bool, choice: Fuse = True) 
             given=type(network).__name__,
             remedy="Set fuse to false.",
         )
-    return names
 
 
 def take_one_pass(network: nn.Module, choice: Fuse = "auto") -> list[str]:

@@ -36,16 +36,15 @@ class ResidualLayer(nn.Module):
         return h + layer.mlp(y)
 
 
-def join_residuals(network: nn.Module) -> int:
-    """Let the norms of decoder layers that are known make their residual sums, in place; return how many layers.
+def join_residuals(network: nn.Module) -> None:
+    """Let the norms of decoder layers that are known make their residual sums, in place.
 
     Args:
         network: a model whose norms `take_one_pass` has replaced; whatever is not known stays as it is.
     """
-    known = [layer for layer in network.modules() if type(layer).__name__ in PLAIN_LAYERS]
-    for layer in known:
-        become(layer, ResidualLayer)
-    return len(known)
+    for layer in network.modules():
+        if type(layer).__name__ in PLAIN_LAYERS:
+            become(layer, ResidualLayer)
 
 
 def join_layers(network: nn.Module) -> None:

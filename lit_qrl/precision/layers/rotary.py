@@ -34,18 +34,16 @@ class _Rotate(torch.autograd.Function):
         return rotary_triton.rotate(grads[0], *ctx.saved_tensors, back=True), None, None
 
 
-def rotate_in_one_pass(network: nn.Module) -> list[str]:
-    """Let the library's modules of a network's families turn flat rows by the kernel, and return those modules' names.
+def rotate_in_one_pass(network: nn.Module) -> None:
+    """Let the library's modules of a network's families turn flat rows by the kernel.
 
     Args:
         network: a model; families whose embedding is another stay as they are.
     """
-    names = {type(part).__module__ for part in network.modules() if type(part).__name__ in ROTATED_BY_HALVES}
-    for name in names:
+    for name in {type(part).__module__ for part in network.modules() if type(part).__name__ in ROTATED_BY_HALVES}:
         plain = getattr(sys.modules[name], FUNCTION)
         if not hasattr(plain, "__wrapped__"):
             setattr(sys.modules[name], FUNCTION, _one_pass(plain))
-    return sorted(names)
 
 
 def _one_pass(plain: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
