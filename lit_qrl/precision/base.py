@@ -103,7 +103,8 @@ class QuantizedPrecision(PublishingPrecision):
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.arithmetic.finite.check()
+        if self.arithmetic is not None:
+            self.arithmetic.finite.check()
         return super().optimizer_step(*args, **kwargs)
 
     def layers(self, module: nn.Module) -> dict[str, LowBitWeight]:

@@ -140,20 +140,8 @@ class PackedBase:
     def __init__(self, folder: Path, format: NumberFormat) -> None:
         self.folder, self.format = folder, format
         self.reader = FolderReader(folder)
-        self._parts = self._found()
+        self._parts: dict[str, list[str]] = {}
         self._stacks: dict[str, ExpertStack] = {}
-
-    def _found(self) -> dict[str, list[str]]:
-        parts: dict[str, list[str]] = {}
-        for name in self.reader.names:
-            for mark in _MARKS:
-                if name.endswith(mark):
-                    parts[name.removesuffix(mark)] = []
-        for name in self.reader.names:
-            layer, found, _ = name.partition(".weight")
-            if found and layer in parts:
-                parts[layer].append(name)
-        return parts
 
     def build(self, model: Callable[[], Any], dtype: torch.dtype | None) -> Any:
         """Return the model with every plain weight in place; packed layers have shape and dtype, and no memory.
@@ -167,7 +155,12 @@ class PackedBase:
         """
         network = DeferredWeights(model).network
         self.reader.rename(stored_names(network, self.reader.names))
-        self._parts = self._found()
+        marked = ((name, mark) for name in self.reader.names for mark in _MARKS if name.endswith(mark))
+        self._parts = {name.removesuffix(mark): [] for name, mark in marked}
+        for name in self.reader.names:
+            layer, found, _ = name.partition(".weight")
+            if found and layer in self._parts:
+                self._parts[layer].append(name)
         self._stacks = {name: one for name, one in expert_stacks(network).items() if self._holds_apart(one)}
         self._check(network)
         shapes = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -286,10 +285,6 @@ class PackedLoRA(QuantizedPrecision):
         """
         self.fingerprint = fingerprint_of(self.packed(policy))
         self.load_state_dict(checkpoint[type(self).__qualname__])
-
-    @override
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        return Precision.optimizer_step(self, *args, **kwargs)
 
     @override
     def source(
