@@ -144,8 +144,9 @@ class PackedLoRA(QuantizedPrecision):
         for names in fused_groups(linears).values():
             shared = None
             if base is None:
-                for name in names if deferred is not None else ():
-                    deferred.fill(linears[name])
+                if deferred is not None:
+                    for name in names:
+                        deferred.fill(linears[name])
                 if self.format.shares_amax:
                     shared = shared_amax({name: linears[name].weight.detach() for name in names})
             for name in names:
