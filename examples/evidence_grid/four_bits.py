@@ -29,10 +29,7 @@ class NVFP4W4A4(NVFP4):
     residual: float = 0.0
 
     name: ClassVar[str] = "nvfp4_w4a4"
-
-    @property
-    def quantizes_activations(self) -> bool:
-        return True
+    quantizes_activations: ClassVar[bool] = True
 
     def apply(self, x: Tensor, prepared: PreparedWeight, bias: Tensor | None = None) -> Tensor:
         return F.linear(self.dequantized_input(x), prepared.operand, bias)

@@ -53,6 +53,10 @@ class NumberFormat(ABC):
     """
 
     name: ClassVar[str]
+    bits_per_weight: ClassVar[float]
+    """Bits of storage per weight, scales included (for a large layer)."""
+    quantizes_activations: ClassVar[bool] = False
+    """True when the GEMM's left operand is quantized too."""
     suffixes: ClassVar[tuple[str, ...]] = ("weight", "weight_scale")
     """What a checkpoint calls codes, scales and global scale, as many as there are."""
     shares_amax: ClassVar[bool] = False
@@ -80,19 +84,9 @@ class NumberFormat(ABC):
         return self
 
     @property
-    def quantizes_activations(self) -> bool:
-        """True when the GEMM's left operand is quantized too."""
-        return False
-
-    @property
     def packs(self) -> bool:
         """True when a frozen base may be held in it: its codes are smaller than the weight, and their GEMM is known."""
         return not self.quantizes_activations
-
-    @property
-    @abstractmethod
-    def bits_per_weight(self) -> float:
-        """Bits of storage per weight, scales included (for a large layer)."""
 
     def dropped(self, q: QuantizedWeight) -> Tensor | float:
         """Return the magnitude below which an engine's kernel may take weights for 0: none, but for formats that say.
@@ -198,9 +192,16 @@ class NumberFormat(ABC):
         """Yield the tensors as a saved checkpoint names them, where that differs from a publish."""
         return self.export(q, name)
 
-    @abstractmethod
+    def scale_shape(self, shape: tuple[int, int]) -> tuple[int, ...]:
+        """Return the shape of the scales of a weight: one for each `inputs_together` of a row."""
+        return shape[0], shape[1] // self.inputs_together
+
     def load(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
         """Return the weight from its exported tensors, keyed by suffix (`weight`, `weight_scale`, …)."""
+        codes, scales, whole = (*(tensors[suffix] for suffix in self.suffixes), None, None)[:3]
+        scales = None if scales is None else scales.reshape(self.scale_shape(shape))
+        q = QuantizedWeight(codes, scales, None if whole is None else whole.reshape(1), self, shape)
+        return expect_shape(q, (shape[0], shape[1] * int(self.bits_per_weight) // (8 * codes.element_size())))
 
     @abstractmethod
     def quantization_config(self, ignore: Sequence[str] = ("lm_head",)) -> dict[str, Any]:

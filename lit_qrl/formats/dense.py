@@ -1,13 +1,13 @@
 """The formats that hold plain floating point: bf16, fp16, fp32."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from lit_qrl.formats.base import NumberFormat, QuantizedWeight, expect_shape
+from lit_qrl.formats.base import NumberFormat, QuantizedWeight
 from lit_qrl.formats.numerics import require_finite
 
 
@@ -20,10 +20,6 @@ class Dense(NumberFormat):
     @property
     def packs(self) -> bool:
         return False
-
-    @property
-    def bits_per_weight(self) -> float:
-        return float(torch.finfo(self.dtype).bits)
 
     @torch.no_grad()
     def quantize(self, weight: Tensor, shared_amax: Tensor | None = None) -> QuantizedWeight:
@@ -39,9 +35,6 @@ class Dense(NumberFormat):
     def dequantize(self, q: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
         return q.codes.to(dtype)
 
-    def load(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
-        return expect_shape(QuantizedWeight(tensors["weight"], None, None, self, shape), shape)
-
     def quantization_config(self, ignore: Sequence[str] = ("lm_head",)) -> dict[str, Any]:
         """Return an empty dict: a plain checkpoint has no `quantization_config`."""
         return {}
@@ -52,6 +45,7 @@ class BF16(Dense):
     """bfloat16."""
 
     name: ClassVar[str] = "bf16"
+    bits_per_weight: ClassVar[float] = 16.0
     dtype: ClassVar[torch.dtype] = torch.bfloat16
 
 
@@ -60,6 +54,7 @@ class FP16(Dense):
     """float16; a weight beyond ±65504 is refused."""
 
     name: ClassVar[str] = "fp16"
+    bits_per_weight: ClassVar[float] = 16.0
     dtype: ClassVar[torch.dtype] = torch.float16
 
 
@@ -68,6 +63,7 @@ class FP32(Dense):
     """float32."""
 
     name: ClassVar[str] = "fp32"
+    bits_per_weight: ClassVar[float] = 32.0
     dtype: ClassVar[torch.dtype] = torch.float32
 
 

@@ -25,12 +25,9 @@ class FP8Block(ScaledE4M3):
     """
 
     name: ClassVar[str] = "fp8_block"
+    bits_per_weight: ClassVar[float] = 8.0 + 32.0 / BLOCK**2
     rows_together: ClassVar[int | None] = BLOCK
     kernel = "fp8_blocks"
-
-    @property
-    def bits_per_weight(self) -> float:
-        return 8.0 + 32.0 / BLOCK**2
 
     def extent(self, shape: tuple[int, int]) -> tuple[int, int]:
         return (BLOCK, BLOCK)

@@ -1,13 +1,13 @@
 """Symmetric INT3 with a scale per output channel: a format for studies of the mismatch, which no engine multiplies."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from lit_qrl.formats.base import NumberFormat, QuantizedWeight, compressed_tensors_config, expect_shape
+from lit_qrl.formats.base import NumberFormat, QuantizedWeight, compressed_tensors_config
 from lit_qrl.formats.numerics import require_finite, scale_from_amax
 
 _MIN, _MAX, _STEPS = -4, 3, 3.5
@@ -24,13 +24,10 @@ class Int3Channel(NumberFormat):
     """
 
     name: ClassVar[str] = "int3_channel"
+    bits_per_weight: ClassVar[float] = 3.0
     suffixes: ClassVar[tuple[str, ...]] = ("weight_packed", "weight_scale")
     rows_together: ClassVar[int | None] = 1
     inputs_together: ClassVar[int] = _PER_THREE_BYTES
-
-    @property
-    def bits_per_weight(self) -> float:
-        return 3.0
 
     @torch.no_grad()
     def quantize(self, weight: Tensor, shared_amax: Tensor | None = None) -> QuantizedWeight:
@@ -58,10 +55,8 @@ class Int3Channel(NumberFormat):
         codes = ((words >> _shifts(3, three)) & 0b111).flatten(-2) + _MIN
         return (codes.float() * q.scales.float()).to(dtype)
 
-    def load(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
-        scales = tensors["weight_scale"].reshape(shape[0], 1)
-        q = QuantizedWeight(tensors["weight_packed"], scales, None, self, shape)
-        return expect_shape(q, (shape[0], shape[1] * 3 // _PER_THREE_BYTES))
+    def scale_shape(self, shape: tuple[int, int]) -> tuple[int, ...]:
+        return shape[0], 1
 
     def quantization_config(self, ignore: Sequence[str] = ("lm_head",)) -> dict[str, Any]:
         weights = {"num_bits": 3, "type": "int", "strategy": "channel"}

@@ -1,13 +1,13 @@
 """MXFP4, weight only: E2M1 in blocks of 32 with power-of-two scales (OCP microscaling)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from lit_qrl.formats.base import NumberFormat, QuantizedWeight, compressed_tensors_config, expect_shape
+from lit_qrl.formats.base import NumberFormat, QuantizedWeight, compressed_tensors_config
 from lit_qrl.formats.kernels import dispatch
 from lit_qrl.formats.numerics import (
     pack_nibbles,
@@ -33,13 +33,10 @@ class MXFP4(NumberFormat):
     """E2M1 weights; a block of 32 shares the scale 2^(floor(log2 amax) − 2), twice that from amax = 1.75 · 2^k on."""
 
     name: ClassVar[str] = "mxfp4"
+    bits_per_weight: ClassVar[float] = 4.0 + 8.0 / BLOCK
     suffixes: ClassVar[tuple[str, ...]] = ("weight_packed", "weight_scale")
     rows_together: ClassVar[int | None] = 1
     inputs_together: ClassVar[int] = BLOCK
-
-    @property
-    def bits_per_weight(self) -> float:
-        return 4.0 + 8.0 / BLOCK
 
     @torch.no_grad()
     def quantize(self, weight: Tensor, shared_amax: Tensor | None = None) -> QuantizedWeight:
@@ -62,11 +59,6 @@ class MXFP4(NumberFormat):
 
     def dequantize(self, q: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
         return dispatch.packed_values(q, BLOCK, "FP4", dtype)
-
-    def load(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
-        scales = tensors["weight_scale"].reshape(shape[0], shape[1] // BLOCK)
-        q = QuantizedWeight(tensors["weight_packed"], scales, None, self, shape)
-        return expect_shape(q, (shape[0], shape[1] // 2))
 
     def quantization_config(self, ignore: Sequence[str] = ("lm_head",)) -> dict[str, Any]:
         weights = {

@@ -1,6 +1,6 @@
 """MXFP8: E4M3 in blocks of 32 with power-of-two scales, weights and activations alike (OCP microscaling)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lit_qrl.formats.base import NumberFormat, PreparedWeight, QuantizedWeight, compressed_tensors_config, expect_shape
+from lit_qrl.formats.base import NumberFormat, PreparedWeight, QuantizedWeight, compressed_tensors_config
 from lit_qrl.formats.mxfp4 import BLOCK, NAN
 from lit_qrl.formats.numerics import E4M3, E4M3_MAX, power_of_two, require_finite
 
@@ -29,16 +29,10 @@ class MXFP8(NumberFormat):
     """
 
     name: ClassVar[str] = "mxfp8"
+    bits_per_weight: ClassVar[float] = 8.0 + 8.0 / BLOCK
+    quantizes_activations: ClassVar[bool] = True
     rows_together: ClassVar[int | None] = 1
     inputs_together: ClassVar[int] = BLOCK
-
-    @property
-    def quantizes_activations(self) -> bool:
-        return True
-
-    @property
-    def bits_per_weight(self) -> float:
-        return 8.0 + 8.0 / BLOCK
 
     @torch.no_grad()
     def quantize(self, weight: Tensor, shared_amax: Tensor | None = None) -> QuantizedWeight:
@@ -57,10 +51,6 @@ class MXFP8(NumberFormat):
 
     def dequantized_input(self, x: Tensor) -> Tensor:
         return _values(*_codes(x), x.dtype)
-
-    def load(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
-        scales = tensors["weight_scale"].reshape(shape[0], shape[1] // BLOCK)
-        return expect_shape(QuantizedWeight(tensors["weight"], scales, None, self, shape), shape)
 
     def quantization_config(self, ignore: Sequence[str] = ("lm_head",)) -> dict[str, Any]:
         one = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": BLOCK, "scale_dtype": "torch.uint8"}

@@ -42,11 +42,8 @@ class NF4(NumberFormat):
     """Weights as the nearest of 16 normal quantiles times the fp32 amax of 64 consecutive weights."""
 
     name: ClassVar[str] = "nf4"
+    bits_per_weight: ClassVar[float] = 4.0 + 32.0 / BLOCK
     suffixes: ClassVar[tuple[str, ...]] = ("weight_packed", "weight_absmax")
-
-    @property
-    def bits_per_weight(self) -> float:
-        return 4.0 + 32.0 / BLOCK
 
     def check(self, name: str, shape: tuple[int, int]) -> None:
         if shape[0] * shape[1] % BLOCK:

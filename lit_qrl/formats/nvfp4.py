@@ -4,14 +4,14 @@ Four over six: Cook et al., *Four Over Six: More Accurate NVFP4 Quantization wit
 arXiv:2512.02010.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from lit_qrl.formats.base import NumberFormat, QuantizedWeight, compressed_tensors_config, expect_shape
+from lit_qrl.formats.base import NumberFormat, QuantizedWeight, compressed_tensors_config
 from lit_qrl.formats.kernels import dispatch
 from lit_qrl.formats.numerics import (
     E4M3,
@@ -48,13 +48,10 @@ class NVFP4(NumberFormat):
     four_over_six: bool = False
 
     name: ClassVar[str] = "nvfp4"
+    bits_per_weight: ClassVar[float] = 4.0 + 8.0 / BLOCK
     suffixes: ClassVar[tuple[str, ...]] = ("weight_packed", "weight_scale", "weight_global_scale")
     shares_amax: ClassVar[bool] = True
     inputs_together: ClassVar[int] = BLOCK
-
-    @property
-    def bits_per_weight(self) -> float:
-        return 4.0 + 8.0 / BLOCK
 
     def dropped(self, q: QuantizedWeight) -> Tensor:
         """Return the magnitude " 1" below which a block's scale is no normal E4M3 number, which Marlin takes for 0.
@@ -118,12 +115,6 @@ class NVFP4(NumberFormat):
     def dequantize(self, q: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the weight, or those of a stack, one for each global scale."""
         return dispatch.packed_values(q, BLOCK, "FP4", dtype)
-
-    def load(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
-        scales = tensors["weight_scale"].reshape(shape[0], shape[1] // BLOCK)
-        global_scale = tensors["weight_global_scale"].reshape(1)
-        q = QuantizedWeight(tensors["weight_packed"], scales, global_scale, self, shape)
-        return expect_shape(q, (shape[0], shape[1] // 2))
 
     def quantization_config(self, ignore: Sequence[str] = ("lm_head",)) -> dict[str, Any]:
         weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": BLOCK}

@@ -1,14 +1,14 @@
 """What the formats of one 8-bit code per weight share: scales, GEMM or emulation, and the tensors of a checkpoint."""
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lit_qrl.formats.base import NumberFormat, PreparedWeight, QuantizedWeight, compressed_tensors_config, expect_shape
+from lit_qrl.formats.base import NumberFormat, PreparedWeight, QuantizedWeight, compressed_tensors_config
 from lit_qrl.formats.kernels import activations, dispatch, gemm
 from lit_qrl.formats.numerics import E4M3_MAX, in_blocks, of_blocks, require_finite, scale_from_amax, to_e4m3, with_bias
 
@@ -19,6 +19,8 @@ class Scaled(NumberFormat):
     A subclass says which code and which GEMM, and what a scale covers where that is not an output row.
     """
 
+    bits_per_weight: ClassVar[float] = 8.0
+    quantizes_activations: ClassVar[bool] = True
     kind: ClassVar[Literal["float", "int"]]
     steps: ClassVar[float]
     """What the largest magnitude under a scale is divided by."""
@@ -29,16 +31,8 @@ class Scaled(NumberFormat):
     """
 
     @property
-    def quantizes_activations(self) -> bool:
-        return True
-
-    @property
     def packs(self) -> bool:
         return True
-
-    @property
-    def bits_per_weight(self) -> float:
-        return 8.0
 
     def extent(self, shape: tuple[int, int]) -> tuple[int, int]:
         """Return of how many rows and columns of a weight a scale is."""
@@ -102,10 +96,6 @@ class Scaled(NumberFormat):
         else:
             out = with_bias(self.emulate(x.reshape(-1, x.shape[-1]), prepared.operand), bias, x.dtype)
         return out.view(*x.shape[:-1], out.shape[-1])
-
-    def load(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
-        scales = tensors["weight_scale"].reshape(self.scale_shape(shape))
-        return expect_shape(QuantizedWeight(tensors["weight"], scales, None, self, shape), shape)
 
     def granularity(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return what a scale covers of weights and of activations, in the words of compressed-tensors."""

@@ -18,11 +18,8 @@ class Int6Channel(NumberFormat):
     """Signed 6-bit weights with a scale amax/31.5 per output channel; four codes are three bytes."""
 
     name: ClassVar[str] = "int6_channel"
+    bits_per_weight: ClassVar[float] = 6.0
     inputs_together: ClassVar[int] = 4
-
-    @property
-    def bits_per_weight(self):
-        return 6.0
 
     @torch.no_grad()
     def quantize(self, weight, shared_amax=None):

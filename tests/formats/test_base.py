@@ -19,10 +19,6 @@ class Signs(NumberFormat):
     name: ClassVar[str] = "signs"
     floor: float = 0.0
 
-    @property
-    def bits_per_weight(self):
-        return 1.0
-
     def quantize(self, weight, shared_amax=None):
         scale = weight.abs().mean(dim=1, keepdim=True).clamp(min=self.floor)
         return QuantizedWeight(weight.sign().to(torch.int8), scale, None, self, tuple(weight.shape))
