@@ -38,8 +38,8 @@ from lit_qrl.optim.build import check_optimizer, described_rate, with_settings
 from lit_qrl.optim.masters import trained_by
 from lit_qrl.optim.schedule import scheduled
 from lit_qrl.policy import CausalPolicy
+from lit_qrl.precision.base import QuantizedPrecision
 from lit_qrl.precision.packed_base import check_plugin
-from lit_qrl.precision.source import PublishingPrecision
 from lit_qrl.run.checkpoint_files import (
     check_frozen,
     check_identity,
@@ -271,7 +271,7 @@ class GRPOModule(Described, LightningModule):
         """Load the policy's weights; plugins that rename parameters act here, before a checkpoint is restored."""
         self.policy.configure()
         plugin = self.trainer.precision_plugin
-        if isinstance(plugin, PublishingPrecision):
+        if isinstance(plugin, QuantizedPrecision):
             plugin.configure_policy(self.policy)
         if self.objective.kl_coefficient > 0:
             self.policy.keep_reference()

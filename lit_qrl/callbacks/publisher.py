@@ -25,7 +25,8 @@ from lit_qrl.loop.contracts import Learner
 from lit_qrl.loop.hooks import RLCallback, overrides, rl_callbacks
 from lit_qrl.network.adapters import lost_in_merge
 from lit_qrl.network.shards import is_sharded
-from lit_qrl.precision.source import Change, PublishingPrecision, unchanged
+from lit_qrl.precision.base import QuantizedPrecision
+from lit_qrl.precision.source import Change, unchanged
 from lit_qrl.publish.delivery import AdapterBeside, Delivery, loaded, tell_shares, write_layers
 from lit_qrl.publish.probe import check_scores
 from lit_qrl.publish.spec import sampler_spec, source_of, trained_source
@@ -377,7 +378,7 @@ class WeightPublisher(RLCallback):
         trainer, limit = self.learner.trainer, self.max_restarts
         plugin, again = trainer.precision_plugin, self._deaths <= limit
         what = f"restart {self._deaths} of {limit}" if again else f"{limit} restarts did not help"
-        if isinstance(plugin, PublishingPrecision) and plugin.share_weights:
+        if isinstance(plugin, QuantizedPrecision) and plugin.share_weights:
             again, what = False, "the learner read the engine's own weights, so nothing is left to build it from"
         if self.engine.draws_together:
             again, what = False, "it was one with those of other processes, which this one cannot build again alone"

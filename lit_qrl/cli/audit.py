@@ -388,7 +388,7 @@ def of_run(files: Sequence[str], **sizes: Any) -> Audited:
     """
     from lit_qrl.data.problems import admit
     from lit_qrl.loop.turns import TakesTurns
-    from lit_qrl.precision.source import PublishingPrecision
+    from lit_qrl.precision.base import QuantizedPrecision
     from lit_qrl.types import SamplingParams
 
     data, policy, trainer = _parts(files)
@@ -400,7 +400,7 @@ def of_run(files: Sequence[str], **sizes: Any) -> Audited:
             remedy="Give --model and --prompts instead of --config.",
         )
     for plugin in trainer.plugins if isinstance(trainer.plugins, list) else [trainer.plugins]:
-        if isinstance(plugin, PublishingPrecision):
+        if isinstance(plugin, QuantizedPrecision):
             raise ConfigError(
                 "audit measures how far samplers are from a learner that computes in its own dtype.",
                 expected="a run without a precision plugin",

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 import torch
+from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -27,13 +28,14 @@ from lit_qrl.precision.layers.low_bit import (
     introduce_siblings,
 )
 from lit_qrl.precision.layers.together import LowBitTogether, reading_alike
-from lit_qrl.precision.source import Change, Held, Named, PublishingPrecision, WeightSource
+from lit_qrl.precision.source import Change, Held, Named, WeightSource
+from lit_qrl.run.description import Described
 
 log = logging.getLogger(__name__)
 
 
-class QuantizedPrecision(PublishingPrecision):
-    """Base of the plugins whose learner computes in the sampler's arithmetic.
+class QuantizedPrecision(Described, Precision):
+    """Base of the plugins whose learner computes in a number format, and which therefore say what is published.
 
     Batches, default dtype and log-probs stay as they are: Lightning's half-precision plugins cast a batch to bf16,
     which alone would add up to 0.03 nats of mismatch.
@@ -46,21 +48,35 @@ class QuantizedPrecision(PublishingPrecision):
 
     arithmetic: Any = None
     """The low-bit layers' `Arithmetic`; None where the base is packed."""
-    trains_format = True
+    trains_format: bool = True
+    """True when the forward pass multiplies the weights in the format, so that the quantized policy is what is trained,
+    and what evaluations are of."""
+    packs_base: bool = False
+    """True when the base is frozen in the format, under an adapter that goes out beside it."""
+    share_weights: bool = False
+    """True when the learner gives its base up for the engine's."""
 
     def __init__(
         self, format: NumberFormat, exclude: Sequence[str] = (), autocast: Literal["none", "bf16"] = "none"
     ) -> None:
         self.format, self.exclude, self.autocast = format, tuple(exclude), autocast
 
-    @override
     def check_policy(self, policy: Any) -> None:
+        """Raise `ConfigError` for a policy that it cannot train, as far as that is known before weights are loaded."""
         if getattr(policy, "lora", None) is not None:
             raise self._over_adapter()
 
-    @override
     def check_model(self, network: nn.Module, device: torch.device) -> None:
+        """Raise `ConfigError` for a model whose layers it cannot hold, or not on the device, before weights are loaded.
+
+        Args:
+            network: the model; its weights need not be there.
+            device: of the learner.
+        """
         check_layers(network, self.format, self.exclude)
+
+    def configure_policy(self, policy: Any) -> None:
+        """Add or rename parameters of a policy that was just configured, before a checkpoint is restored."""
 
     def _over_adapter(self) -> ConfigError:
         return ConfigError(
@@ -128,10 +144,10 @@ class QuantizedPrecision(PublishingPrecision):
             self.arithmetic.gathered_in = dtype
         self.convert_module(module)
 
-    @override
     def source(
         self, policy: Any, format: NumberFormat | None, exclude: Sequence[str] = (), head: bool = False
     ) -> WeightSource:
+        """Return what a policy's publishes in any `format` are made of; the arguments are those of `WeightSource`."""
         if format is not None and format.numbers == self.format:
             return LowBitSource(self, policy, format)
         return WeightSource(policy, format, exclude, head)

@@ -16,8 +16,8 @@ from lit_qrl.network.adapters import starts_from_base
 from lit_qrl.network.experts import ExpertStack, expert_stacks, stored_names
 from lit_qrl.network.folder import FolderReader
 from lit_qrl.network.structure import outline_of
+from lit_qrl.precision.base import QuantizedPrecision
 from lit_qrl.precision.deferred import DeferredWeights
-from lit_qrl.precision.source import PublishingPrecision
 
 # What tells a packed layer from a plain one among the names of its tensors.
 _MARKS = (".weight_packed", ".weight_scale", ".weight.absmax")
@@ -285,7 +285,7 @@ def check_plugin(plugin: Any, policy: Any, device: torch.device) -> None:
         policy: with the format of its folder, if that is quantized.
         device: of the learner.
     """
-    ours = plugin if isinstance(plugin, PublishingPrecision) else None
+    ours = plugin if isinstance(plugin, QuantizedPrecision) else None
     if policy.packed_format is not None and not (ours is not None and ours.packs_base):
         format: NumberFormat = policy.packed_format
         packs = "PackedLoRA" if format.quantizes_activations else "NVFP4LoRA"  # as configs/precision has them

@@ -1,13 +1,11 @@
-"""What a publish is made of: the learner's weights as streams, and the plugin that says which streams those are."""
+"""What a publish is made of: the learner's weights as streams."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
 
 import torch
-from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 
 from lit_qrl.errors import ConfigError
@@ -20,7 +18,6 @@ from lit_qrl.network.names import kept_in_fp32
 from lit_qrl.network.shards import whole
 from lit_qrl.network.stream import weight_stream
 from lit_qrl.precision.vllm_kernels.borrowed import WeightStore
-from lit_qrl.run.description import Described
 
 Named = Iterator[tuple[str, Tensor]]
 Change = Callable[[str, Tensor], Tensor]
@@ -134,38 +131,3 @@ class WeightSource:
 
     def settle(self, engine: WeightStore) -> None:
         """Let the learner read the base of an engine that just received it, where its plugin does so."""
-
-
-class PublishingPrecision(Described, Precision, ABC):
-    """Base of the plugins whose learner computes in a number format, and which therefore say what is published."""
-
-    format: NumberFormat
-    exclude: tuple[str, ...] = ()
-    """Globs over names of linear layers that the format leaves alone."""
-    trains_format: bool = False
-    """True when the forward pass multiplies the weights in the format, so that the quantized policy is what is trained,
-    and what evaluations are of."""
-    packs_base: bool = False
-    """True when the base is frozen in the format, under an adapter that goes out beside it."""
-    share_weights: bool = False
-    """True when the learner gives its base up for the engine's."""
-
-    def check_policy(self, policy: Any) -> None:
-        """Raise `ConfigError` for a policy that it cannot train, as far as that is known before weights are loaded."""
-
-    def check_model(self, network: Any, device: torch.device) -> None:
-        """Raise `ConfigError` for a model whose layers it cannot hold, or not on the device, before weights are loaded.
-
-        Args:
-            network: the model; its weights need not be there.
-            device: of the learner.
-        """
-
-    def configure_policy(self, policy: Any) -> None:
-        """Add or rename parameters of a policy that was just configured, before a checkpoint is restored."""
-
-    @abstractmethod
-    def source(
-        self, policy: Any, format: NumberFormat | None, exclude: Sequence[str] = (), head: bool = False
-    ) -> WeightSource:
-        """Return what a policy's publishes in any `format` are made of; the arguments are those of `WeightSource`."""

@@ -22,8 +22,8 @@ from lit_qrl.network.head import check_head, tied_head
 from lit_qrl.network.linears import check_quantizable
 from lit_qrl.network.structure import outline_of
 from lit_qrl.policy import CausalPolicy
-from lit_qrl.precision.base import check_layers, check_shapes
-from lit_qrl.precision.source import PublishingPrecision, WeightSource
+from lit_qrl.precision.base import QuantizedPrecision, check_layers, check_shapes
+from lit_qrl.precision.source import WeightSource
 from lit_qrl.rollout.engine import Learners, LendsWeights, RolloutEngine, SamplerSpec, Scores, TakesAdapter
 from lit_qrl.strategies.colocated import check_phases
 
@@ -43,7 +43,7 @@ def sampler_spec(settings: Any, learner: Learner, on_hang: Callable[[str], None]
     """
     plugin, policy, data = learner.trainer.precision_plugin, learner.policy, learner.data
     engine: RolloutEngine = data.engine
-    publishes = isinstance(plugin, PublishingPrecision)
+    publishes = isinstance(plugin, QuantizedPrecision)
     aligned = plugin.format if publishes else None
     if settings.format is not None and aligned is not None and settings.format != aligned and not settings.unaligned:
         raise ConfigError(
@@ -165,7 +165,7 @@ def _check_same_arithmetic(
         ),
         (settings.unaligned, "publisher.unaligned: true", "Leave it out."),
         (
-            isinstance(plugin, PublishingPrecision) and plugin.share_weights,
+            isinstance(plugin, QuantizedPrecision) and plugin.share_weights,
             "share_weights of the precision plugin",
             "Set it to false: vLLM's kernel for what it shares is another than the learner's.",
         ),
@@ -242,7 +242,7 @@ def source_of(
     Raises:
         ConfigError: where the format applies to no layer, or does not fit one.
     """
-    if isinstance(plugin, PublishingPrecision):
+    if isinstance(plugin, QuantizedPrecision):
         source = plugin.source(policy, format, exclude, head)
     else:
         source = WeightSource(policy, format, exclude, head)
@@ -261,7 +261,7 @@ def trained_source(policy: Any, plugin: Any) -> WeightSource | None:
         policy: as `WeightSource` takes it.
         plugin: the Trainer's precision plugin.
     """
-    if isinstance(plugin, PublishingPrecision) and plugin.trains_format:
+    if isinstance(plugin, QuantizedPrecision) and plugin.trains_format:
         return plugin.source(policy, plugin.format)
     return None
 
@@ -280,7 +280,7 @@ def published_apart(lora: str, config: Any, engine: RolloutEngine, plugin: Any, 
     Raises:
         ConfigError: for an adapter that policy, engine or plugin cannot hold that way.
     """
-    ours = plugin if isinstance(plugin, PublishingPrecision) else None
+    ours = plugin if isinstance(plugin, QuantizedPrecision) else None
     packed = ours is not None and ours.packs_base and aligned
     apart = lora == "adapter" or (lora == "auto" and packed)
     if packed and not apart and not unaligned:

@@ -26,7 +26,7 @@ from torch import distributed
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from lit_qrl.errors import EXIT_CONFIG, EXIT_STOPPED, ConfigError, StoppedError, listed, out_of_memory
-from lit_qrl.precision.source import PublishingPrecision
+from lit_qrl.precision.base import QuantizedPrecision
 from lit_qrl.run.config import flat
 from lit_qrl.run.description import Described, describe
 from lit_qrl.run.event_log import event
@@ -420,7 +420,7 @@ def trainer_settings(trainer: Trainer, without: tuple[type, ...] = ()) -> dict[s
     3
     """
     plugin, strategy, clip = trainer.precision_plugin, trainer.strategy, trainer.gradient_clip_algorithm
-    quantized = isinstance(plugin, PublishingPrecision)
+    quantized = isinstance(plugin, QuantizedPrecision)
     plain = "auto" if trainer.world_size == 1 else getattr(strategy, "strategy_name", "auto")
     callbacks = [one for one in trainer.callbacks if type(one) not in without]  # pyright: ignore[reportAttributeAccessIssue]
     return {

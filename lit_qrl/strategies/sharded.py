@@ -23,7 +23,6 @@ from lit_qrl.optim.muon import MuonAdamW
 from lit_qrl.precision.base import QuantizedPrecision
 from lit_qrl.precision.deferred import deferred_weights
 from lit_qrl.precision.layers.packed_linear import PackedLinear
-from lit_qrl.precision.source import PublishingPrecision
 from lit_qrl.run.checkpoint_files import (
     FOLDER,
     parts_of,
@@ -99,7 +98,7 @@ class ShardedStrategy(Described, ModelParallelStrategy):
         """
         policy = module.policy
         plugin = self.precision_plugin
-        if isinstance(plugin, PublishingPrecision) and plugin.share_weights:
+        if isinstance(plugin, QuantizedPrecision) and plugin.share_weights:
             raise ConfigError(
                 f"{type(plugin).__name__} cannot share its base with the engine under ShardedStrategy, which divides "
                 "the other weights of the learner.",

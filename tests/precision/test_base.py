@@ -2,6 +2,7 @@ import copy
 
 import pytest
 import torch
+from lightning.pytorch.plugins.precision import Precision
 from peft import LoraConfig
 from torch import nn
 
@@ -12,7 +13,7 @@ from lit_qrl.precision import QATAligned
 from lit_qrl.precision.base import check_shapes
 from lit_qrl.precision.layers.low_bit import LowBitLinear
 from lit_qrl.precision.qat import Aligned
-from lit_qrl.precision.source import PublishingPrecision, unchanged
+from lit_qrl.precision.source import unchanged
 from tests.precision.toy import LINEARS, configured
 
 
@@ -73,7 +74,7 @@ def test_a_weight_that_became_nan_is_named_before_a_step_or_publish_where_the_ho
     plugin = QATAligned("fp8_row")
     module = configured(plugin)
     steps = []
-    monkeypatch.setattr(PublishingPrecision, "optimizer_step", lambda self, *args, **options: steps.append(1))
+    monkeypatch.setattr(Precision, "optimizer_step", lambda self, *args, **options: steps.append(1))
     monkeypatch.setattr(numerics, "runs_ahead", lambda tensor: True)
     weight = module.policy.network.get_submodule(LINEARS[1]).weight
     held = weight.detach().clone()

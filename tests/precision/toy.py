@@ -5,7 +5,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lit_qrl.precision.source import PublishingPrecision
+from lit_qrl.precision.base import QuantizedPrecision
 from tests.networks import build_network
 
 VOCABULARY, HIDDEN, LENGTH = 32, 64, 6
@@ -63,7 +63,7 @@ class Module(LightningModule):
     def configure_model(self):
         self.policy.configure()
         plugin = self.trainer.precision_plugin
-        if isinstance(plugin, PublishingPrecision):
+        if isinstance(plugin, QuantizedPrecision):
             plugin.configure_policy(self.policy)
 
     def training_step(self, batch, _):

@@ -6,7 +6,8 @@ from lit_qrl import formats
 from lit_qrl.errors import ConfigError
 from lit_qrl.policy import CausalPolicy
 from lit_qrl.precision import NVFP4LoRA, QATAligned, UnifiedFP8
-from lit_qrl.precision.source import PublishingPrecision, WeightSource
+from lit_qrl.precision.base import QuantizedPrecision
+from lit_qrl.precision.source import WeightSource
 from lit_qrl.publish.spec import source_of, trained_source
 from tests.tiny_run import model_folder
 
@@ -32,13 +33,11 @@ def test_what_is_trained_is_asked_of_the_plugin(policy):
         source = trained_source(policy, plugin)
         assert (source.format, source.aligned) == (plugin.format, True)
 
-    class Own(PublishingPrecision):
-        format, trains_format = formats.get("int8_channel"), True
-
+    class Own(QuantizedPrecision):
         def source(self, policy, format, exclude=(), head=False):
             return WeightSource(policy, format, exclude, head)
 
-    assert trained_source(policy, Own()).format == formats.get("int8_channel")
+    assert trained_source(policy, Own(formats.get("int8_channel"))).format == formats.get("int8_channel")
 
 
 def test_a_format_that_fits_no_layer_is_refused_with_the_remedy(policy):
