@@ -25,10 +25,6 @@ log = logging.getLogger(__name__)
 
 Kernel = Literal["auto", "dequantize"]
 
-_HALF = (torch.bfloat16, torch.float16)
-# The sides that CUTLASS' W4A8 and FP8 take: (in, out).
-_W4A8_BLOCK, _FP8_BLOCK = (128, 128), (16, 16)
-_W4A8_GROUP = 128
 _HOPPER = (9, 0)
 
 
@@ -37,10 +33,20 @@ class SamplerKernel(ABC):
 
     vllm_name: ClassVar[str]
     """Its class in vLLM, as `VLLM_DISABLED_KERNELS` names it."""
+    dtypes: ClassVar[tuple[torch.dtype, ...]]
+    """Of the inputs."""
+    block: ClassVar[int]
+    """Of which a weight's sides are multiples."""
 
-    @abstractmethod
-    def missing(self, format: NumberFormat, shape: tuple[int, int], dtype: torch.dtype) -> str | None:
+    def missing(self, shape: tuple[int, int], dtype: torch.dtype) -> str | None:
         """Return why the kernel cannot multiply inputs of `dtype` by a weight of `shape` (out, in), or None."""
+        if gemm.capability(None) != _HOPPER:
+            return f"{self.vllm_name} needs compute capability 9.0, this device has {gemm.capability(None)}"
+        if dtype not in self.dtypes:
+            return f"{self.vllm_name} takes {' and '.join(map(str, self.dtypes))}, not {dtype}"
+        if any(side % self.block for side in shape):
+            return f"{self.vllm_name} takes in_features and out_features in units of {self.block}, not {shape[::-1]}"
+        return None
 
     @abstractmethod
     def prepare(self, q: QuantizedWeight, dtype: torch.dtype) -> Any:
@@ -56,20 +62,11 @@ class SamplerKernel(ABC):
 
 
 class CutlassW4A8(SamplerKernel):
-    """INT4 weights under FP8 activations on compute capability 9.0; the group scales are rounded to FP8."""
+    """INT4 weights under FP8 activations, in groups of 128; the group scales are rounded to FP8."""
 
     vllm_name = "CutlassW4A8LinearKernel"
-
-    def missing(self, format: NumberFormat, shape: tuple[int, int], dtype: torch.dtype) -> str | None:
-        if not isinstance(format, Int4Group) or format.activations != "fp8":
-            return "this kernel multiplies int4_group weights under FP8 activations"
-        if gemm.capability(None) != _HOPPER:
-            return f"CUTLASS' W4A8 needs compute capability 9.0, this device has {gemm.capability(None)}"
-        if format.group_size != _W4A8_GROUP:
-            return f"CUTLASS' W4A8 takes groups of {_W4A8_GROUP}, not {format.group_size}"
-        if dtype != torch.bfloat16:
-            return f"CUTLASS' W4A8 takes bf16, not {dtype}"
-        return _unaligned(shape, _W4A8_BLOCK, "CUTLASS' W4A8")
+    dtypes = (torch.bfloat16,)
+    block = 128
 
     def prepare(self, q: QuantizedWeight, dtype: torch.dtype) -> Any:
         from vllm import _custom_ops as ops
@@ -91,7 +88,7 @@ class CutlassW4A8(SamplerKernel):
             a=rows,
             b_q=codes,
             b_group_scales=scales,
-            b_group_size=_W4A8_GROUP,
+            b_group_size=self.block,
             a_token_scales=row_scales,
             b_channel_scales=channel,
         )
@@ -100,18 +97,11 @@ class CutlassW4A8(SamplerKernel):
 
 
 class CutlassFP8Row(SamplerKernel):
-    """FP8 weights with a scale per row under FP8 activations with a scale per token, on compute capability 9.0."""
+    """FP8 weights with a scale per row under FP8 activations with a scale per token."""
 
     vllm_name = "CutlassFP8ScaledMMLinearKernel"
-
-    def missing(self, format: NumberFormat, shape: tuple[int, int], dtype: torch.dtype) -> str | None:
-        if not isinstance(format, FP8Row):
-            return "this kernel multiplies fp8_row weights"
-        if gemm.capability(None) != _HOPPER:
-            return f"CUTLASS' FP8 needs compute capability 9.0 here, this device has {gemm.capability(None)}"
-        if dtype not in _HALF:
-            return f"CUTLASS' FP8 returns bf16 and fp16, not {dtype}"
-        return _unaligned(shape, _FP8_BLOCK, "CUTLASS' FP8")
+    dtypes = (torch.bfloat16, torch.float16)
+    block = 16
 
     def prepare(self, q: QuantizedWeight, dtype: torch.dtype) -> Any:
         assert q.scales is not None
@@ -132,13 +122,6 @@ class CutlassFP8Row(SamplerKernel):
         return dispatch.made_once(x, self.vllm_name, False, make)[0]
 
 
-def _unaligned(shape: tuple[int, int], block: tuple[int, int], name: str) -> str | None:
-    inputs, outputs = block
-    if shape[1] % inputs or shape[0] % outputs:
-        return f"{name} takes in_features in units of {inputs} and out_features of {outputs}, not {shape[::-1]}"
-    return None
-
-
 def _fp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return E4M3 codes and a scale per row, as vLLM's op rounds them."""
     from vllm import _custom_ops as ops
@@ -146,7 +129,7 @@ def _fp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return ops.scaled_fp8_quant(x, None, use_per_token_if_dynamic=True)
 
 
-_ALL: tuple[SamplerKernel, ...] = (CutlassFP8Row(), CutlassW4A8())
+_KERNELS: dict[NumberFormat, SamplerKernel] = {FP8Row(): CutlassFP8Row(), Int4Group(128, "fp8"): CutlassW4A8()}
 
 
 def choose(
@@ -169,15 +152,12 @@ def choose(
         return "vLLM with its CUDA kernels is not installed"
     from vllm import envs
 
-    reasons: list[str] = []
-    for candidate in _ALL:
-        reason = candidate.missing(format, shape, dtype)
-        if reason is None and candidate.vllm_name in envs.VLLM_DISABLED_KERNELS:
-            reason = f"{candidate.vllm_name} is in VLLM_DISABLED_KERNELS"
-        if reason is None:
-            return candidate
-        reasons.append(reason)
-    return "; ".join(reasons)
+    found = _KERNELS.get(format)
+    if found is None:
+        return f"no kernel is known for {format}, but for {' and '.join(map(str, _KERNELS))}"
+    if found.vllm_name in envs.VLLM_DISABLED_KERNELS:
+        return f"{found.vllm_name} is in VLLM_DISABLED_KERNELS"
+    return found.missing(shape, dtype) or found
 
 
 class KernelChoice:

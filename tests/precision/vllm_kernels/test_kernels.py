@@ -29,25 +29,27 @@ W4A8 = Int4Group(activations="fp8")
 
 
 @pytest.mark.parametrize(
-    ("kernel", "format", "shape", "dtype", "capability", "reason"),
+    ("format", "shape", "dtype", "capability", "expected"),
     [
-        (CutlassW4A8, W4A8, (128, 256), HALF, (9, 0), None),
-        (CutlassW4A8, Int4Group(64, activations="fp8"), (128, 256), HALF, (9, 0), "groups"),
-        (CutlassW4A8, Int4Group(), (128, 256), HALF, (9, 0), "under FP8 activations"),
-        (CutlassW4A8, Int4Group(activations="int8"), (128, 256), HALF, (9, 0), "under FP8 activations"),
-        (CutlassW4A8, W4A8, (128, 256), torch.float16, (9, 0), "bf16"),
-        (CutlassW4A8, W4A8, (256, 128), HALF, (8, 9), "9.0"),
-        (CutlassFP8Row, FP8Row(), (64, 64), HALF, (9, 0), None),
-        (CutlassFP8Row, Int4Group(), (64, 64), HALF, (9, 0), "this kernel multiplies fp8_row weights"),
-        (CutlassFP8Row, FP8Row(), (64, 64), HALF, (8, 9), "9.0"),
-        (CutlassFP8Row, FP8Row(), (64, 64), torch.float32, (9, 0), "bf16"),
-        (CutlassFP8Row, FP8Row(), (64, 72), HALF, (9, 0), "16"),
+        (W4A8, (128, 256), HALF, (9, 0), CutlassW4A8),
+        (Int4Group(64, activations="fp8"), (128, 256), HALF, (9, 0), "for int4_group:group_size=64,activations=fp8, "),
+        (Int4Group(activations="int8"), (128, 256), HALF, (9, 0), "but for fp8_row and int4_group:activations=fp8"),
+        (W4A8, (128, 256), torch.float16, (9, 0), "takes torch.bfloat16, not torch.float16"),
+        (W4A8, (256, 128), HALF, (8, 9), "9.0"),
+        (FP8Row(), (64, 64), HALF, (9, 0), CutlassFP8Row),
+        (FP8Row(), (64, 64), HALF, (8, 9), "9.0"),
+        (FP8Row(), (64, 64), torch.float32, (9, 0), "bfloat16"),
+        (FP8Row(), (64, 72), HALF, (9, 0), "units of 16"),
     ],
 )
-def test_a_kernel_says_what_it_cannot_multiply(kernel, format, shape, dtype, capability, reason, monkeypatch):
+def test_the_kernel_of_a_format_is_found_or_what_it_lacks(format, shape, dtype, capability, expected, monkeypatch):
     monkeypatch.setattr(sampler_kernels.gemm, "capability", lambda index: capability)
-    said = kernel().missing(format, shape, dtype)
-    assert said is None if reason is None else reason in said
+    monkeypatch.setattr(sampler_kernels, "installed", lambda: True)
+    vllm = ModuleType("vllm")
+    vllm.envs = SimpleNamespace(VLLM_DISABLED_KERNELS=[])
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    found = choose(format, shape, dtype, torch.device("cuda"))
+    assert expected in found if isinstance(expected, str) else isinstance(found, expected)
 
 
 def test_rows_of_fp8_are_quantized_once_for_all_layers_that_read_them(monkeypatch):
@@ -88,7 +90,7 @@ class Fake(SamplerKernel):
     def __init__(self):
         self.packed = 0
 
-    def missing(self, format, shape, dtype):
+    def missing(self, shape, dtype):
         return None if shape[1] % 64 == 0 else "it takes in_features in units of 64"
 
     def prepare(self, q, dtype):
@@ -105,7 +107,7 @@ def fake(monkeypatch):
     kernel = Fake()
 
     def choose(format, shape, dtype, device):
-        return kernel.missing(format, shape, dtype) or kernel
+        return kernel.missing(shape, dtype) or kernel
 
     monkeypatch.setattr(sampler_kernels, "choose", choose)
     return kernel
