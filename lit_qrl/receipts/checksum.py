@@ -247,18 +247,6 @@ class Checksums:
         return {name: (entry.sums[index], not entry.not_finite(index)) for name, (entry, index) in self._places.items()}
 
 
-def checksum(tensor: Tensor) -> int:
-    """Return the checksum of one tensor's bits.
-
-    >>> a = torch.arange(6.0).view(2, 3)
-    >>> checksum(a) == checksum(a.clone()), checksum(a) == checksum(a.flip(0))
-    (True, False)
-    """
-    collected = Checksums()
-    collected.add("tensor", tensor)
-    return collected.finish()["tensor"][0]
-
-
 @lru_cache
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a dtype without its module.

@@ -140,12 +140,6 @@ class Ledger:
         self._checksums.add_stack(names, stack)
         self._receipts = None
 
-    def watch(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the stream unchanged, recording every tensor."""
-        for name, tensor in tensors:
-            self.record(name, tensor)
-            yield name, tensor
-
     def receipts(self) -> dict[str, TensorReceipt]:
         """Return the receipts by name; this is the one transfer from the device."""
         if self._receipts is None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lit_qrl import formats
-from lit_qrl.receipts.checksum import COLUMN_OFFSET, GOLDEN, MIX_A, MIX_B, Checksums, as_matrices, checksum
+from lit_qrl.receipts.checksum import COLUMN_OFFSET, GOLDEN, MIX_A, MIX_B, Checksums, as_matrices
 from lit_qrl.receipts.ledger import (
     Fault,
     Ledger,
@@ -48,6 +48,12 @@ def loop_checksum(tensor):
             odd = scrambled((start + i + 1) * GOLDEN % WORD) | 1
             total += scrambled(value * odd % WORD)
     return signed(total)
+
+
+def checksum(tensor):
+    collected = Checksums()
+    collected.add("tensor", tensor)
+    return collected.finish()["tensor"][0]
 
 
 def weights(seed=0, dtype=torch.bfloat16, step=0.0):

@@ -117,10 +117,6 @@ class OnePassRMSNorm(nn.Module):
             dispatch.keep(y, dispatch.RECIPE, (h.detach(), made[0], self.weight))
         return (y, h) if both else y
 
-    def extra_repr(self) -> str:
-        """Return what the plain module prints."""
-        return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}"
-
 
 class _Gated(torch.autograd.Function):
     @staticmethod

@@ -194,17 +194,18 @@ def test_the_gradients_in_one_pass_are_the_plain_ones(kernels):
 
 def test_a_tensor_that_is_written_to_is_quantized_anew():
     x = torch.randn(4, 128)
-    first, _ = dispatch.kept_tiles(x, columns=False)
-    assert dispatch.kept_tiles(x, columns=False)[0] is first
-    along, across = dispatch.kept_tiles(x, columns=True)  # the transpose was not there yet
+    inputs = block_fp8.Torch().inputs
+    first, _ = inputs(x, columns=False)
+    assert inputs(x, columns=False)[0] is first
+    along, across = inputs(x, columns=True)  # the transpose was not there yet
     assert across is not None
-    assert dispatch.kept_tiles(x, columns=False)[0] is along
+    assert inputs(x, columns=False)[0] is along
     x.mul_(2.0)
-    assert dispatch.kept_tiles(x, columns=False)[0] is not along
-    assert torch.equal(dispatch.kept_tiles(x, columns=False)[0][1], along[1] * 2)
+    assert inputs(x, columns=False)[0] is not along
+    assert torch.equal(inputs(x, columns=False)[0][1], along[1] * 2)
     with torch.inference_mode():
         y = torch.randn(4, 128)
-        assert dispatch.kept_tiles(y, columns=False)[0] is not dispatch.kept_tiles(y, columns=False)[0]
+        assert inputs(y, columns=False)[0] is not inputs(y, columns=False)[0]
 
 
 def test_layers_that_read_one_tensor_quantize_it_once(monkeypatch):
