@@ -198,7 +198,8 @@ class NumberFormat(ABC):
 
     def load(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
         """Return the weight from its exported tensors, keyed by suffix (`weight`, `weight_scale`, …)."""
-        codes, scales, whole = (*(tensors[suffix] for suffix in self.suffixes), None, None)[:3]
+        codes, *others = (tensors[suffix] for suffix in self.suffixes)
+        scales, whole = (*others, None, None)[:2]
         scales = None if scales is None else scales.reshape(self.scale_shape(shape))
         q = QuantizedWeight(codes, scales, None if whole is None else whole.reshape(1), self, shape)
         return expect_shape(q, (shape[0], shape[1] * int(self.bits_per_weight) // (8 * codes.element_size())))

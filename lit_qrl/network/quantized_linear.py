@@ -1,7 +1,7 @@
 """A linear layer that holds its weight in a number format, as codes and scales."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ class QuantizedLinear(nn.Module):
         self._prepared: dict[torch.dtype, PreparedWeight] = {}
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, format: NumberFormat, cache: bool = True) -> "QuantizedLinear":
+    def from_linear(cls, linear: nn.Linear, format: NumberFormat, cache: bool = True) -> Self:
         """Return a layer of the same shape and bias whose weight is still to come by `load`."""
         return cls(format, (linear.out_features, linear.in_features), linear.bias, cache)
 
