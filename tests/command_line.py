@@ -70,6 +70,20 @@ def exists(option):
     return False
 
 
+def nested(options):
+    """Return the configuration that dotted keys make; what a class is given comes after it."""
+    settings = {}
+    for key, value in options.items():
+        *above, last = key.split(".")
+        place = settings
+        for name in above:
+            if not isinstance(inner := place.setdefault(name, {}), dict):
+                inner = place[name] = {"class_path": inner, "init_args": {}}
+            place = inner.get("init_args", inner)
+        place[last] = value
+    return settings
+
+
 def build_once(monkeypatch):
     """Let `lit-qrl` take a parser that this process has built for the same command before."""
     parts = ("parser", "_subcommand_parsers", "_subcommand_method_arguments")
