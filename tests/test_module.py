@@ -10,18 +10,16 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from lit_qrl import formats
 from lit_qrl.callbacks import AIS, RLCallback, TruncatedIS
-from lit_qrl.data.module import RolloutDataModule
 from lit_qrl.errors import ConfigError
 from lit_qrl.loop.evaluation import BOUNDS
 from lit_qrl.module import GRPOModule
 from lit_qrl.network import padding_free
 from lit_qrl.objective import DAPO, GRPO, GSPO, Distillation, DrGRPO
-from lit_qrl.policy import CausalPolicy
 from lit_qrl.precision import QATAligned
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.types import Correction, no_all_reduce
 from tests.tables import csv_rows
-from tests.tiny_run import DigitTask, build, fit, parameters_of
+from tests.tiny_run import build, fit, parameters_of
 from tests.two_processes import one_process
 
 
@@ -338,30 +336,3 @@ def test_metrics_are_logged_as_those_of_all_ranks(tmp_path, recwarn):
     assert {name: row[name] for name in row if not name.startswith(clocks)} == {
         name: plain[name] for name in plain if not name.startswith(clocks)
     }
-
-
-@pytest.mark.parametrize(
-    ("make", "named"),
-    [
-        (lambda: GRPOModule("models/tiny"), r"model\.policy is no object\. .*CausalPolicy\(.*Given: 'models/tiny'"),
-        (lambda: GRPOModule(CausalPolicy), r"model\.policy is no object\. .*Given: class CausalPolicy"),
-        (
-            lambda: GRPOModule(CausalPolicy("models/tiny-countdown"), "GRPO"),
-            r"model\.objective is no object\. .*GRPO\(\).*'GRPO'",
-        ),
-        (
-            lambda: GRPOModule(CausalPolicy("models/tiny-countdown"), DAPO),
-            r"model\.objective is no object\. .*class DAPO",
-        ),
-        (
-            lambda: GRPOModule(CausalPolicy("models/tiny-countdown"), optimizer=torch.optim.SGD([torch.zeros(1)])),
-            r"model\.optimizer has its parameters already.*partial\(.*an object of SGD",
-        ),
-        (lambda: RolloutDataModule(DigitTask(), TransformersEngine), r"data\.engine is no .*class TransformersEngine"),
-        (lambda: RolloutDataModule(DigitTask(), None), r"data\.engine is no object\. .*Given: None"),
-        (lambda: RolloutDataModule("rows.jsonl", TransformersEngine()), r"data\.task is no object\. .*'rows.jsonl'"),
-    ],
-)
-def test_a_name_or_a_class_in_place_of_an_object_is_refused_at_once(make, named):
-    with pytest.raises(ConfigError, match=named):
-        make()

@@ -198,9 +198,3 @@ def test_substitutes_for_what_is_not_logged():
     assert "0.00012" in line(1, 2, {"mismatch/kl_k1": 0.00012})
     assert "0.500" in line(1, 2, {"val/math/greedy_pass@1": 0.25, "val/math/pass@1": 0.5, "val/other/pass@1": 1.0})
     assert line(1, 2, {"val/greedy_pass@1": 0.5, "val/math/pass@1": 0.25}).split()[2:4] == ["-", "0.500"]
-
-
-@pytest.mark.parametrize("options", [{"header_every": 0}, {"refresh_per_second": 0}])
-def test_bad_options(options):
-    with pytest.raises(ValueError, match="positive"):
-        RLProgress(**options)

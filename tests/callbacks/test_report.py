@@ -232,9 +232,3 @@ def test_a_wrong_configuration_makes_no_report(tmp_path):
     with pytest.raises(ConfigError):
         trainer_of(tmp_path, [Report(), Refusing()], enable_progress_bar=False).fit(Module())
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("name", ["every_n_iterations", "samples_per_iteration"])
-def test_negative_numbers_are_refused(name):
-    with pytest.raises(ConfigError, match=f"report.{name}"):
-        Report(**{name: -1})

@@ -148,19 +148,6 @@ def test_two_levels_at_once_are_refused(tmp_path):
     assert "RouterReplay twice" in refusal(tmp_path, RouterReplay(), RouterReplay("old"), data=data)
 
 
-@pytest.mark.parametrize(
-    "arguments, said",
-    [
-        ({"level": "sampler"}, "level of RouterReplay"),
-        ({"compare_every": -1}, "0 or more"),
-        ({"level": "old", "compare_every": 5}, "0 with level: old"),
-    ],
-)
-def test_bad_arguments_are_refused_at_construction(arguments, said):
-    with pytest.raises(ConfigError, match=said):
-        RouterReplay(**arguments)
-
-
 def test_a_correction_without_scoring_sees_replayed_ratios(tmp_path):
     """With one update TruncatedIS takes the training forward's log-probs, which are replayed, too."""
     _, row, _ = trained(tmp_path, RouterReplay(), TruncatedIS(), engine=OddEngine(dtype="fp32"), format="auto")

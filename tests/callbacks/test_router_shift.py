@@ -74,6 +74,3 @@ def test_the_second_updates_ratio_is_smaller_by_the_shift(tmp_path):
 def test_what_it_needs_is_named(replay, mini_batches, objective, match, tmp_path):
     with pytest.raises(ConfigError, match=match):
         trained(tmp_path, *replay, RouterShift(), data={"mini_batches": mini_batches}, objective=objective)
-    for floor in (0.0, 1.5):
-        with pytest.raises(ConfigError, match=r"number in \(0, 1\]"):
-            RouterShift(floor=floor)

@@ -4,7 +4,6 @@ import pytest
 
 from lit_qrl.data.tasks.countdown import Countdown, problem_key
 from lit_qrl.data.tasks.generated import key_hash
-from lit_qrl.errors import ConfigError
 from lit_qrl.rewards.base import Sample
 from lit_qrl.rewards.simple import ConstantReward
 from tests.data.tasks.test_countdown_solver import brute_force
@@ -79,16 +78,3 @@ def test_other_rewards_do_not_change_what_is_correct():
     task = Countdown(rewards=[ConstantReward(1.0)])
     assert task.is_correct([Sample("", "3+5+7", 22, row), Sample("", "3*5+7", 22, row)]) == [False, True]
     assert [reward.name for reward in task.rewards] == ["constant"]
-
-
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"count": 1}, "count"),
-        ({"max_number": 0}, "max_number"),
-        ({"max_target": 0}, "max_target"),
-    ],
-)
-def test_wrong_settings_are_named(settings, named):
-    with pytest.raises(ConfigError, match=named):
-        Countdown(**settings)

@@ -61,9 +61,3 @@ def test_a_published_problem_is_passed_over_when_it_comes_up(kind, tmp_path, mon
 def test_rewards_that_share_a_name_are_refused(kind):
     with pytest.raises(ConfigError, match="Two rewards are both named"):
         kind(rewards=[kind.reward(), kind.reward()])
-
-
-@pytest.mark.parametrize("settings", [{"train_size": 0}, {"evaluation_size": 0}, {"prompt_format": "long"}])
-def test_wrong_settings_are_named(kind, settings):
-    with pytest.raises(ConfigError, match=f"{kind.__name__}'s {next(iter(settings))}"):
-        kind(**settings)

@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from lit_qrl.data.module import RolloutDataModule
-from lit_qrl.data.tasks import Countdown, DatasetTask, Mixture
-from lit_qrl.errors import ConfigError
+from lit_qrl.data.tasks import DatasetTask, Mixture
 from lit_qrl.rewards import ConstantReward, MathReward
 from lit_qrl.rewards.base import Sample
 from lit_qrl.rollout.embedded.engine import TransformersEngine
@@ -83,17 +82,3 @@ def test_weights_hold_in_the_stream_of_the_data_module_and_it_goes_on_from_a_che
     _, state = drawn(tasks, 7, [1, 3])
     rest, _ = drawn(tasks, 13, [1, 3], state)
     assert [problem.prompt_text for problem in rest] == [problem.prompt_text for problem in whole[28:]]
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (([],), "A mixture has no task"),
-        (([Countdown(), Countdown()],), r"cannot be told apart.*countdown, countdown.*`name`"),
-        (([Countdown()], [0.0]), "do not fit"),
-        (([Countdown()], [float("nan")]), "do not fit"),
-    ],
-)
-def test_what_construction_refuses(given, message):
-    with pytest.raises(ConfigError, match=message):
-        Mixture(*given)

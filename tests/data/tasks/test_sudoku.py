@@ -85,12 +85,6 @@ def test_prompts_and_scores():
     assert task.is_correct(samples) == [True, False, False]
 
 
-@pytest.mark.parametrize("empty", [0, 13])
-def test_wrong_arguments(empty):
-    with pytest.raises(ConfigError, match="empty"):
-        Sudoku(empty=empty)
-
-
 @pytest.mark.parametrize(
     "line",
     ["102200002100320,3142243142131324", "3102200002100320,1234341221434321", "x102200002100320,3142243142131324"],

@@ -4,7 +4,6 @@ import sys
 
 import pytest
 
-from lit_qrl.errors import ConfigError
 from lit_qrl.rewards import MathReward, Sample, score_all
 from lit_qrl.rewards.math.reward import gold_answers
 from tests.rewards.datasets import rows
@@ -121,10 +120,7 @@ def test_whatever_a_completion_brings_about_costs_that_one_alone(error, monkeypa
     assert type(error).__name__ in reward.failures[0]
 
 
-def test_wrong_arguments_and_a_missing_reference():
-    for wrong in ({"timeout": 0.0}, {"timeout": -1.0}, {"workers": -1}):
-        with pytest.raises(ConfigError, match=next(iter(wrong))):
-            MathReward(**wrong)
+def test_a_missing_reference():
     with pytest.raises(ValueError, match="needs a reference"):
         MathReward()([Sample("", r"\boxed{5}", None)])
 
