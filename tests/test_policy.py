@@ -187,8 +187,7 @@ def test_gradient_checkpointing_gives_the_same_gradient(folder):
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"use_dora": True}, {"modules_to_save": ["embed_tokens", "lm_head"], "ensure_weight_tying": True}],
+    "options", [{}, {"use_dora": True}, {"modules_to_save": ["embed_tokens", "lm_head"], "ensure_weight_tying": True}]
 )
 def test_merged_weights_are_what_the_adapted_policy_computes(folder, options):
     policy = lora_policy(folder, **options).eval()

@@ -11,12 +11,12 @@ import torch
 
 from lit_qrl.callbacks import RLCallback
 from lit_qrl.run.interrupt import InterruptedTogether
-from tests.test_processes import RUNS, assert_close, learn
+from tests.test_processes import FIRST, RUNS, assert_close, learn
 from tests.tiny_run import model_folder
 from tests.two_processes import RANKS, in_two, join
 
 ITERATIONS = 4
-OPTIONS = RUNS["AIS and a rejection, passes and mini-batches"]
+OPTIONS = RUNS[FIRST]
 PLACES = {"publish": 2, "draw": 2, "rollout": 2, "update": 3, "save": 3, "evaluate": 3}
 """How many iterations are behind the checkpoint, of a signal in the third."""
 

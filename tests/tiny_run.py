@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from torch import nn
 
-from lit_qrl.callbacks import Guard, MismatchMonitor, Report, RLProgress, RunCheckpoint, WeightPublisher
+from lit_qrl.callbacks import Guard, MismatchMonitor, Report, RLCallback, RLProgress, RunCheckpoint, WeightPublisher
 from lit_qrl.data.module import RolloutDataModule
 from lit_qrl.data.task import Task
 from lit_qrl.module import GRPOModule
@@ -181,6 +181,12 @@ def fit(folder: Path, ckpt_path=None, **options):
 def parameters_of(module: GRPOModule) -> torch.Tensor:
     """All weights of the policy as one vector."""
     return torch.cat([parameter.detach().flatten() for parameter in module.policy.parameters()])
+
+
+def calling(**hooks):
+    """A callback of these functions, each named as the hook that calls it."""
+    methods = {name: lambda self, *given, hook=hook: hook(*given) for name, hook in hooks.items()}
+    return type("Calling", (RLCallback,), methods)()
 
 
 class Twin(Callback):

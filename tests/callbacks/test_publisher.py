@@ -2,17 +2,8 @@
 
 import torch
 
-from lit_qrl.callbacks import RLCallback
 from lit_qrl.callbacks.publisher import WeightPublisher
-from tests.tiny_run import fit
-
-
-class Versions(RLCallback):
-    def __init__(self):
-        self.versions = []
-
-    def on_rollout_end(self, trainer, module, batch):
-        self.versions.append(sorted(set(batch.version.tolist())))
+from tests.tiny_run import calling, fit
 
 
 def test_numbering_and_bound_survive_a_checkpoint(tmp_path):
@@ -25,7 +16,8 @@ def test_numbering_and_bound_survive_a_checkpoint(tmp_path):
     assert state["probe"] > 0
     fresh.load_state_dict({"version": 7})  # of before the probe had a bound
     assert fresh.state_dict() == {"version": 7, "probe": None}
-    watch, path = Versions(), tmp_path / "run/checkpoints/last.ckpt"
+    versions, path = [], tmp_path / "run/checkpoints/last.ckpt"
     assert torch.load(path, weights_only=True)["callbacks"]["WeightPublisher"] == state
+    watch = calling(on_rollout_end=lambda trainer, module, batch: versions.append({*batch.version.tolist()}))
     fit(tmp_path, callbacks=[watch], ckpt_path=str(path), trainer={"max_epochs": 4})
-    assert watch.versions == [[2], [3]]
+    assert versions == [{2}, {3}]

@@ -4,15 +4,7 @@ import pickle
 
 import pytest
 
-from lit_qrl.cli.errors import (
-    ENGINE_REMEDY,
-    PROBE_REMEDY,
-    SHOWN,
-    made_by_training,
-    paragraph,
-    readable,
-    refused,
-)
+from lit_qrl.cli.errors import ENGINE_REMEDY, PROBE_REMEDY, SHOWN, made_by_training, paragraph, readable, refused
 from lit_qrl.errors import ConfigError, IncompleteError
 from lit_qrl.formats.numerics import NONFINITE_REMEDY
 from lit_qrl.receipts.ledger import Fault, PublishError, RefusedError

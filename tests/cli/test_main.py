@@ -10,7 +10,6 @@ import pytest
 
 from lit_qrl import __version__
 from lit_qrl.cli.main import COMMANDS, TRAINING, fail, main, overview, uncollected
-from lit_qrl.errors import ConfigError, StoppedError
 
 
 def printed(capsys, *args):
@@ -75,18 +74,6 @@ def test_garbage_is_looked_for_again_after_the_imports():
         assert collections
     finally:
         gc.callbacks.pop()
-
-
-@pytest.mark.parametrize(("error", "status"), [(ConfigError("A key is wrong."), 2), (StoppedError("It broke."), 70)])
-def test_each_kind_of_end_has_a_status_and_no_traceback(error, status, monkeypatch, capsys):
-    def ended(args):
-        raise error
-
-    monkeypatch.setattr("lit_qrl.cli.main.run_training", ended)
-    with pytest.raises(SystemExit) as stop:
-        main(["fit"])
-    assert stop.value.code == status
-    assert capsys.readouterr().err == f"\nlit-qrl: {error}\n\n"
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch):

@@ -3,7 +3,6 @@ import json
 import pytest
 from jsonargparse import Namespace
 
-from lit_qrl.cli import parser as reward_functions
 from lit_qrl.cli.parser import CLASS_PATH, FunctionError, in_object, in_words
 
 HERE = "tests.cli.test_reward_functions"
@@ -53,9 +52,3 @@ def test_a_module_that_raises_is_named(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(FunctionError, match=r"'raises_at_import'.*ZeroDivisionError"):
         in_object({"rewards": ["raises_at_import.score"]})
-
-
-def test_the_path_is_that_of_the_class():
-    from lit_qrl.rewards.function import FunctionReward
-
-    assert f"{FunctionReward.__module__}.{FunctionReward.__name__}" == reward_functions.CLASS_PATH

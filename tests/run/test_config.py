@@ -64,10 +64,7 @@ CHANGES = {
         },
         [],
     ),
-    "a rate and a size": (
-        {"model.optimizer.lr": 0.1, "data.group_size": 4},
-        ["data.group_size", "model.optimizer.lr"],
-    ),
+    "a rate and a size": ({"model.optimizer.lr": 0.1, "data.group_size": 4}, ["data.group_size", "model.optimizer.lr"]),
     "the seed": ({"seed_everything": 1}, ["seed_everything"]),
     "a class, whatever its arguments": (
         {"model.objective": "lit_qrl.objective.GSPO", "model.objective.clip_low": None, "model.objective.clip": 1},

@@ -43,8 +43,7 @@ def trained(folder):
 
 
 @pytest.mark.parametrize(
-    ("taken", "expected"),
-    [([], "1"), (["1", "2"], "3"), (["2", "10", "9"], "11"), (["1", "notes", "3.old", "²"], "2")],
+    ("taken", "expected"), [([], "1"), (["1", "2"], "3"), (["2", "10", "9"], "11"), (["1", "notes", "3.old", "²"], "2")]
 )
 def test_runs_are_numbered(tmp_path, taken, expected):
     for name in taken:

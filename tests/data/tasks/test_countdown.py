@@ -52,15 +52,6 @@ def test_excluded_files_are_left_out_on_both_sides(tmp_path):
     assert len(task.train_rows()) == 50
 
 
-def test_evaluation_file_is_evaluated_and_not_trained_on(tmp_path):
-    row = Countdown(train_size=5).train_rows()[2]
-    file = tmp_path / "test.jsonl"
-    file.write_text(json.dumps({"input": ",".join(map(str, row["numbers"])), "output": row["target"]}))
-    task = Countdown(train_size=5, evaluation_path=str(file))
-    assert list(task.evaluation_rows()) == [row]
-    assert not keys([row]) & keys(task.train_rows())
-
-
 def test_prompts_and_correctness():
     row = {"numbers": [7, 3, 5], "target": 22}
     short, chat = Countdown(), Countdown(prompt_format="chat")

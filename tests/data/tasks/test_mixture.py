@@ -63,8 +63,7 @@ def drawn(tasks, count, weights, state=None):
     data = RolloutDataModule(Mixture(tasks, weights), TransformersEngine(), prompts_per_iteration=4, seed=0)
     config = SimpleNamespace(get_text_config=lambda: SimpleNamespace())
     policy = SimpleNamespace(
-        encode_all=lambda texts, tools: [list(text.encode()) for text in texts],
-        decode=lambda ids: bytes(ids).decode(),
+        encode_all=lambda texts, tools: [list(text.encode()) for text in texts], decode=lambda ids: bytes(ids).decode()
     )
     policy.config = config
     module = SimpleNamespace(policy=policy, global_rank=0)

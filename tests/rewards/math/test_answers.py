@@ -2,14 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_qrl.rewards.math.reward import (
-    after_thinking,
-    extract_answer,
-    find_last_number,
-    last_boxed,
-    last_tagged,
-    refuse,
-)
+from lit_qrl.rewards.math.reward import extract_answer, find_last_number, last_boxed, last_tagged, refuse
 
 
 @pytest.mark.parametrize(
@@ -70,26 +63,6 @@ from lit_qrl.rewards.math.reward import (
 )
 def test_answer_is_found(text, answer):
     assert extract_answer(text) == answer
-
-
-@pytest.mark.parametrize(
-    "completion, rest",
-    [
-        ("<think>4</think> 5", " 5"),
-        ("4</think>5", "5"),
-        ("<think>4", ""),
-        ("<think>4</think>5<think>6", ""),
-        ("<Thinking>4</Thinking>5", "5"),
-        ("5", "5"),
-    ],
-)
-def test_thinking_is_skipped(completion, rest):
-    assert after_thinking(completion) == rest
-
-
-def test_thinking_that_the_prompt_opened_must_end():
-    assert after_thinking("4", "Answer.\n<think>\n") == ""
-    assert after_thinking("4</think>5", "Answer.\n<think>\n") == "5"
 
 
 @pytest.mark.parametrize(

@@ -146,11 +146,15 @@ def test_no_main_guard_is_needed(tmp_path):
 
 
 def test_thinking_is_skipped_by_option():
-    texts = [r"<think>\boxed{5}", r"<think>\boxed{5}</think>", r"<think>\boxed{4}</think>\boxed{5}", r"\boxed{5}"]
-    batch = [Sample("", text, "5") for text in texts]
-    assert MathReward()(batch) == [1.0] * 4
-    assert MathReward(skip_thinking=True)(batch) == [0.0, 0.0, 1.0, 1.0]
-    assert MathReward(skip_thinking=True)([Sample("<think>\n", r"\boxed{5}", "5")]) == [0.0]
+    wrong = ["<think>{}", "<think>{}</think>", r"{}</think>\boxed{{4}}", "{}<think>{}", "<think></think>{}<think>"]
+    right = ["{}", r"<think>\boxed{{4}}</think>{}", r"\boxed{{4}}</think>{}", r"<Thinking>\boxed{{4}}</Thinking>{}"]
+    reward = MathReward(skip_thinking=True)
+    for texts, score in ((wrong, 0.0), (right, 1.0)):
+        batch = [Sample("", text.format(*[r"\boxed{5}"] * 2), "5") for text in texts]
+        assert reward(batch) == [score] * len(batch)
+    assert MathReward()(batch) == [1.0] * len(batch)
+    opened = [Sample("Answer.\n<think>\n", text, "5") for text in (r"\boxed{5}", r"\boxed{4}</think>\boxed{5}")]
+    assert reward(opened) == [0.0, 1.0]
 
 
 def test_decimal_commas_are_an_option():
