@@ -14,13 +14,12 @@ from transformers import AutoModelForCausalLM
 
 from lit_qrl.callbacks import AIS, RLCallback, TokenVeto
 from lit_qrl.cli.export import export
-from lit_qrl.cli.main import main
 from lit_qrl.policy import CausalPolicy
 from lit_qrl.rewards import Reward
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.embedded.loading import Modules
 from lit_qrl.run.event_log import EVENTS_FILE, read_jsonl
-from tests.command_line import build_once
+from tests.command_line import build_once, status_of
 from tests.networks import build_denoiser
 from tests.tiny_run import as_words, model_folder, on_sums
 
@@ -145,12 +144,8 @@ def run(model, tmp_path, monkeypatch, capsys, quick_plots):
     options = as_words(on_sums(tmp_path, model))
 
     def run(*given):
-        status = 0
         capsys.readouterr()
-        try:
-            main(["fit", *options, *shlex.split(" ".join(given))])
-        except SystemExit as stop:
-            status = stop.code
+        status = status_of(["fit", *options, *shlex.split(" ".join(given))])
         return status, " ".join(capsys.readouterr().err.split()), bool(loaded)
 
     return run

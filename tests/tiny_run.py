@@ -178,6 +178,13 @@ def fit(folder: Path, ckpt_path=None, **options):
     return trainer, module, data
 
 
+def configured(model, kind=CausalPolicy, **options) -> CausalPolicy:
+    """A policy of a folder, with its weights."""
+    policy = kind(str(model), **options)
+    policy.configure()
+    return policy
+
+
 def parameters_of(module: GRPOModule) -> torch.Tensor:
     """All weights of the policy as one vector."""
     return torch.cat([parameter.detach().flatten() for parameter in module.policy.parameters()])

@@ -4,8 +4,8 @@ import torch
 from lit_qrl.callbacks import RouterReplay, RouterShift
 from lit_qrl.errors import ConfigError
 from lit_qrl.objective import GRPO, TBPO
-from lit_qrl.policy import CausalPolicy
 from tests.callbacks.test_router_replay import column, trained
+from tests.tiny_run import configured
 
 
 def router_logprobs(network, tokens, routes):
@@ -28,8 +28,7 @@ def test_what_learner_olds_routers_gave_is_kept_and_the_ratio_falls_as_they_move
         tmp_path, RouterReplay(level="old"), RouterShift(floor=0.01), data=data, lr=1e-2, policy={"packing": packing}
     )
     batch = watching.rollout
-    before = CausalPolicy(str(tmp_path / "model"))
-    before.configure()
+    before = configured(tmp_path / "model")
     s, t = batch.tokens.shape[1], batch.mask.shape[1]
     for index in range(3):
         length, start = int(batch.total_length[index]), s - t - int(batch.prompt_length[index])

@@ -4,8 +4,7 @@ import pytest
 import yaml
 from lightning.pytorch.accelerators import CUDAAccelerator
 
-from lit_qrl.cli.main import main
-from tests.command_line import nested
+from tests.command_line import nested, status_of
 from tests.tiny_run import model_folder, on_sums
 
 
@@ -20,13 +19,9 @@ def lit(tmp_path, monkeypatch, capfd, caplog):
     monkeypatch.setattr("lit_qrl.callbacks.report.render", lambda folder: None)  # drawing takes seconds
 
     def lit(command, *args):
-        status = 0
         capfd.readouterr()
         caplog.clear()
-        try:
-            main([command, "--config", "sums.yaml", *map(str, args)])
-        except SystemExit as stop:
-            status = stop.code
+        status = status_of([command, "--config", "sums.yaml", *args])
         printed = capfd.readouterr()
         return status, " ".join((printed.out + printed.err + caplog.text).split())
 

@@ -12,15 +12,14 @@ from transformers import AutoModelForCausalLM
 
 from lit_qrl import formats
 from lit_qrl.cli import dry_run as dry
-from lit_qrl.cli.main import main
 from lit_qrl.errors import ConfigError
-from lit_qrl.policy import CausalPolicy
 from lit_qrl.quantize import quantize_checkpoint
 from lit_qrl.rollout import TransformersEngine, VLLMEngine
 from lit_qrl.rollout.engine import SamplerSpec
 from lit_qrl.strategies.colocated import ColocatedStrategy
 from lit_qrl.strategies.peers import Peers
-from tests.command_line import build_once
+from tests.command_line import build_once, status_of
+from tests.tiny_run import configured
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
@@ -49,13 +48,9 @@ def run(tmp_path, monkeypatch, capsys):
     load = AutoModelForCausalLM.from_pretrained
 
     def run(*args, quickstart="quickstart", dry=True):
-        status = 0
         monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", loaded if dry else load)
         config = f"--config {CONFIGS / quickstart}.yaml --data.task.train_size 32 {'--dry_run' if dry else ''}"
-        try:
-            main(["fit", *shlex.split(" ".join((config, *args)))])
-        except SystemExit as stop:
-            status = stop.code
+        status = status_of(["fit", *shlex.split(" ".join((config, *args)))])
         printed = capsys.readouterr()
         return status, tables[-1] if tables else {}, " ".join((printed.out + printed.err).split())
 
@@ -73,8 +68,7 @@ def test_it_prints_memory_and_prompts_and_leaves_nothing(run, monkeypatch):
     assert not list(Path().iterdir())
 
     monkeypatch.undo()
-    policy = CausalPolicy(str(MODEL))
-    policy.configure()
+    policy = configured(MODEL)
     count = sum(one.numel() for one in policy.parameters())
     config = policy.config
     assert sizes["weights"] == sizes["gradients"] == 4 * count
@@ -101,8 +95,7 @@ def test_under_autocast_the_sampler_casts_its_linear_layers_and_caches_in_its_dt
     _, plain, _ = run("--publisher.format auto")
     _, mixed, _ = run("--publisher.format auto --trainer.precision bf16-mixed")
     monkeypatch.undo()
-    policy = CausalPolicy(str(MODEL))
-    policy.configure()
+    policy = configured(MODEL)
     linear = [one.weight.numel() for one in policy.modules() if isinstance(one, torch.nn.Linear)]
     assert mixed["cast weights"] == 2 * sum(linear)
     assert mixed["KV cache"] == plain["KV cache"] / 2

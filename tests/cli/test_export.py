@@ -17,13 +17,13 @@ from lit_qrl.cli.main import main as lit_qrl
 from lit_qrl.cli.parser import run as called
 from lit_qrl.errors import ConfigError
 from lit_qrl.network.folder import FolderReader, write_plain
-from lit_qrl.policy import DTYPES, CausalPolicy
+from lit_qrl.policy import DTYPES
 from lit_qrl.precision import PackedLoRA
 from lit_qrl.quantize import quantize_checkpoint
 from lit_qrl.run.checkpoint_files import take_parts, write_parts
 from tests.families.configs import BY_TYPE
 from tests.families.configs import model_folder as family_folder
-from tests.tiny_run import command, model_folder, without_plots
+from tests.tiny_run import command, configured, model_folder, without_plots
 from tests.two_processes import one_process
 
 LORA = [f"--model.policy.lora{part}" for part in ("=peft.LoraConfig", ".r=4", ".target_modules=all-linear")]
@@ -183,8 +183,7 @@ def test_an_adapter_alone_is_a_peft_folder(which, request, tmp_path):
 
 def learner_of(run, model, plugin):
     """Return the network of a run's learner, made without what `export` restores."""
-    policy = CausalPolicy(str(model), lora=LoraConfig(r=4, target_modules="all-linear"))
-    policy.configure()
+    policy = configured(model, lora=LoraConfig(r=4, target_modules="all-linear"))
     plugin.configure_policy(policy)
     state = {name.removeprefix("policy."): tensor for name, tensor in saved(run).items()}
     assert not policy.load_state_dict(state, strict=False).unexpected_keys
@@ -272,8 +271,7 @@ def test_a_run_in_low_precision_is_exported_as_it_computed(tmp_path, capsys):
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "gpt_oss"])
 def test_experts_are_written_as_checkpoints_hold_them(kind, tmp_path):
     source = Path(family_folder(BY_TYPE[kind], tmp_path / "model"))
-    policy = CausalPolicy(str(source), dtype="fp32")
-    policy.configure()
+    policy = configured(source, dtype="fp32")
     (tmp_path / "out").mkdir()
     write_plain(policy, tmp_path / "out", None, 2**30)
     before, after = FolderReader(source), FolderReader(tmp_path / "out")

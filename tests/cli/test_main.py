@@ -10,6 +10,7 @@ import pytest
 
 from lit_qrl import __version__
 from lit_qrl.cli.main import COMMANDS, TRAINING, fail, main, overview, uncollected
+from tests.command_line import status_of
 
 
 def printed(capsys, *args):
@@ -33,9 +34,7 @@ def test_version(capsys):
     ("word", "meant"), [("fitt", "fit"), ("audits", "audit"), ("quantise", "quantize"), ("validat", "validate")]
 )
 def test_an_unknown_command_is_one_paragraph_and_status_2(word, meant, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main([word])
-    assert stop.value.code == 2
+    assert status_of([word]) == 2
     text = " ".join(capsys.readouterr().err.split())
     assert text == f"lit-qrl: '{word}' is not a command of lit-qrl. Did you mean '{meant}'?"
 
@@ -90,8 +89,7 @@ def test_the_working_directory_comes_last_and_its_modules_are_found(tmp_path, mo
     (tmp_path / "my_own_rewards.py").write_text("ANSWER = 42\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    with pytest.raises(SystemExit):
-        main(["nosuch"])
+    assert status_of(["nosuch"]) == 2
     assert sys.path[-1] == str(tmp_path)
     assert not PathFinder.find_spec("torch").origin.startswith(str(tmp_path))
     assert importlib.import_module("my_own_rewards").ANSWER == 42

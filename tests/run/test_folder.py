@@ -79,11 +79,6 @@ def test_folders_without_a_checkpoint_do_not_hide_the_run_that_is_resumed():
     assert place("fit", None, "a", resume=False)[0] == Path("runs/a/18")
 
 
-def test_without_a_checkpoint_a_run_begins_and_the_pattern_is_named():
-    Path("runs/a/4").mkdir(parents=True)
-    assert place("fit", None, "a", resume=True) == (Path("runs/a/5"), Path("runs/a/*"))
-
-
 @pytest.mark.parametrize("command", ["validate", "test", "predict"])
 def test_what_does_not_train_takes_no_number_of_a_run(command):
     assert place(command, None, "a", resume=False)[0] == Path("runs/a") / command / "1"
