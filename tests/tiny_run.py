@@ -191,9 +191,9 @@ def parameters_of(module: GRPOModule) -> torch.Tensor:
 
 
 def calling(**hooks):
-    """A callback of these functions, each named as the hook that calls it."""
-    methods = {name: lambda self, *given, hook=hook: hook(*given) for name, hook in hooks.items()}
-    return type("Calling", (RLCallback,), methods)()
+    """A callback of these functions, each named as the hook that calls it; its class is called after them."""
+    methods = {name: lambda self, *given, _hook=hook, **more: _hook(*given, **more) for name, hook in hooks.items()}
+    return type(f"Calling_{'_'.join(hooks)}", (RLCallback,), methods)()
 
 
 class Twin(Callback):

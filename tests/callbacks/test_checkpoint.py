@@ -80,46 +80,38 @@ def test_an_adapter_s_run_saves_no_base_and_resumes_with_the_same_bits(tmp_path)
 SLURM = {"JOB_ID": "7", "JOB_NAME": "run", "NTASKS": "1", "PROCID": "0", "LOCALID": "0", "NODEID": "0"}
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_ends_the_run_after_its_updates_with_a_checkpoint_to_go_on_from(number, tmp_path, monkeypatch):
-    def send(trainer, pl_module, outputs, batch, batch_idx):
-        if trainer.current_epoch == 1 and batch_idx == 0:
+@pytest.mark.parametrize(
+    ("hook", "iteration", "number"),
+    [
+        ("on_train_batch_end", 2, signal.SIGTERM),
+        ("on_train_batch_end", 2, signal.SIGUSR1),
+        ("on_publish", 3, signal.SIGTERM),
+        ("on_rollout_end", 3, signal.SIGTERM),
+    ],
+)
+def test_a_signal_ends_the_run_with_a_checkpoint_of_whole_iterations(hook, iteration, number, tmp_path, monkeypatch):
+    def send(trainer, module, *given):
+        if trainer.current_epoch == iteration - 1 and (hook != "on_train_batch_end" or given[-1] == 0):
             os.kill(os.getpid(), number)
+        return given[-1]
 
-    _, whole, _ = fit(tmp_path / "whole", data={"mini_batches": 2}, trainer={"max_epochs": 4})
-    before = signal.getsignal(signal.SIGTERM)
     options = {"data": {"mini_batches": 2}, "trainer": {"max_epochs": 4}}
+    _, whole, _ = fit(tmp_path / "whole", **options)
+    before = signal.getsignal(signal.SIGTERM)
     if number == signal.SIGUSR1:  # at which Lightning saves in the middle of the updates, and queues the job again
         for name, value in SLURM.items():
             monkeypatch.setenv(f"SLURM_{name}", value)
         options["trainer"]["plugins"] = [SLURMEnvironment()]
         monkeypatch.setattr(signal_connector, "call", lambda command: pytest.fail(str(command)))
+    trainer, module, data = build(tmp_path / "cut", callbacks=[calling(**{hook: send})], **options)
+    trainer.checkpoint_callback.every_n_iterations = 0
     with pytest.raises(SystemExit) as ended:
-        fit(tmp_path / "cut", callbacks=[calling(on_train_batch_end=send)], **options)
+        trainer.fit(module, datamodule=data)
     assert isinstance(ended.value.__context__, Interrupted)
     assert signal.getsignal(signal.SIGTERM) is before
     saved = last_checkpoint(tmp_path / "cut" / "run")
-    assert torch.load(saved, weights_only=True)["global_step"] == 4  # both updates of the second iteration
-    assert not list((tmp_path / "cut" / "run").glob("hpc*"))
-    _, resumed, _ = fit(tmp_path / "cut", ckpt_path=saved, **options)
-    assert torch.equal(parameters_of(resumed), parameters_of(whole))
-
-
-@pytest.mark.parametrize("place", ["on_publish", "on_rollout_end"])
-def test_a_run_that_stops_before_an_update_keeps_the_iterations_before(tmp_path, place):
-    def send(trainer, module, *given):
-        if trainer.current_epoch == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return given[-1]
-
-    options = {"data": {"mini_batches": 2}, "trainer": {"max_epochs": 4}}
-    _, whole, _ = fit(tmp_path / "whole", **options)
-    trainer, module, data = build(tmp_path / "cut", callbacks=[calling(**{place: send})], **options)
-    trainer.checkpoint_callback.every_n_iterations = 0
-    with pytest.raises(SystemExit):
-        trainer.fit(module, datamodule=data)
-    saved = last_checkpoint(tmp_path / "cut" / "run")
     assert torch.load(saved, weights_only=True)["global_step"] == 4  # both updates of two iterations
+    assert not list((tmp_path / "cut" / "run").glob("hpc*"))
     trainer, resumed, _ = fit(tmp_path / "cut", ckpt_path=saved, **options)
     assert trainer.current_epoch == 4
     assert torch.equal(parameters_of(resumed), parameters_of(whole))

@@ -29,11 +29,11 @@ def test_a_run_leaves_samples_a_diary_and_a_page(tmp_path, capsys):
     assert "0.250 → 0.375" in index.read_text()
     events = read_jsonl(tmp_path / "events.jsonl")
     assert [(event["kind"], event["iteration"]) for event in events] == [("start", 0), ("finish", 3)]
-    assert events[0]["corrections"] == ["Calling"]
+    assert events[0]["corrections"] == ["Calling_correct"]
     assert events[0]["parameters"] == 3
     run = Run(tmp_path)
     assert run.status == "finished"
-    assert run.correction == "Calling"
+    assert run.correction == "Calling_correct"
     assert run.series("reward/mean").values == [0.0, 0.125, 0.25]
     assert run.accuracy.iterations == [0, 2]
 
