@@ -49,7 +49,7 @@ def rows_of(folder):
 
 
 @pytest.mark.parametrize("cut", [{"micro_batches": 2}, {"micro_batches": "auto", "max_tokens_per_micro_batch": 40}])
-def test_events_come_in_the_order_publish_generate_update(tmp_path, cut):
+def test_events_come_in_the_order_publish_generate_update_and_make_one_row_per_iteration(tmp_path, cut):
     events = []
 
     def drawn(trainer, module, batch):
@@ -65,8 +65,12 @@ def test_events_come_in_the_order_publish_generate_update(tmp_path, cut):
         on_rollout_end=drawn,
         on_train_batch_end=trained,
     )
-    fit(tmp_path, callbacks=[trace], data={"mini_batches": 2, **cut}, trainer={"max_epochs": 3})
+    fit(tmp_path, callbacks=[trace, AIS()], data={"mini_batches": 2, **cut}, trainer={"max_epochs": 3})
     assert events == [event for i in range(3) for event in (f"publish {i}", "generate", "update", "update")]
+    rows = [row for row in rows_of(tmp_path) if row["reward/mean"]]
+    assert [int(row["epoch"]) for row in rows] == [0, 1, 2]
+    for name in ("mismatch/kl_k3", "mismatch/ess_ratio", "correction/alpha", "update/entropy", "time/rollout"):
+        assert all(float(row[name]) >= 0 for row in rows), name
 
 
 SPLIT = [GRPO(scale="none"), DAPO(filter_zero_variance=False), DrGRPO(), GSPO()]
@@ -138,14 +142,6 @@ def test_log_probs_stay_fp32_under_stock_precision(tmp_path, precision):
     fit(tmp_path, callbacks=[calling(on_train_batch_start=look), AIS()], **options)
     assert dtypes <= {torch.float32, torch.int64}
     assert torch.float32 in dtypes
-
-
-def test_one_row_of_metrics_per_iteration(tmp_path):
-    fit(tmp_path, callbacks=[AIS()], trainer={"max_epochs": 3})
-    rows = [row for row in rows_of(tmp_path) if row["reward/mean"]]
-    assert [int(row["epoch"]) for row in rows] == [0, 1, 2]
-    for name in ("mismatch/kl_k3", "mismatch/ess_ratio", "correction/alpha", "update/entropy", "time/rollout"):
-        assert all(float(row[name]) >= 0 for row in rows), name
 
 
 def test_fit_evaluates_before_the_first_iteration_without_disturbing_the_training(tmp_path):

@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from lit_qrl.cli.errors import ENGINE_REMEDY, PROBE_REMEDY, SHOWN, made_by_training, paragraph, readable, refused
-from lit_qrl.errors import ConfigError, IncompleteError
+from lit_qrl.errors import ConfigError
 from lit_qrl.formats.numerics import NONFINITE_REMEDY
 from lit_qrl.receipts.ledger import Fault, PublishError, RefusedError
 
@@ -98,15 +98,8 @@ def test_a_checkpoint_with_nan_is_bad_input_and_nan_of_a_step_is_not(remedy, ste
     assert made_by_training(ConfigError("A weight holds NaN.", remedy=remedy), steps) is made
 
 
-def test_a_refusal_keeps_its_own_words(tmp_path):
+def test_a_refusal_comes_whole_from_another_process():
     error = RefusedError(f"{WEIGHT} was published twice in one stream. Send every tensor once.", 2)
-    text = paragraph(error, tmp_path)
-    assert f"refused. {error} " in text
-    assert "on_publish" in text
     assert isinstance(error, ValueError)
-    incomplete = IncompleteError("The stream of weights is incomplete.")
-    assert "by a publish that was refused. The stream of weights is incomplete. What is sent" in paragraph(
-        incomplete, tmp_path
-    )
     copied = pickle.loads(pickle.dumps(error))
     assert (type(copied), str(copied), copied.version, copied.faults) == (RefusedError, str(error), 2, [])
