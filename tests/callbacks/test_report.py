@@ -1,6 +1,7 @@
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 
 from lit_qrl.callbacks.report import Report, _log_ratios, _samples, token_lengths
 from lit_qrl.errors import ConfigError
@@ -9,6 +10,7 @@ from lit_qrl.report.live import PageApart
 from lit_qrl.report.run import Run
 from lit_qrl.run.event_log import read_jsonl
 from lit_qrl.run.interrupt import Interrupted
+from lit_qrl.run.loggers import RunCSVLogger
 from tests.callbacks.tiny_loop import COMPLETION, GROUP_SIZE, GROUPS, Module, trainer_of
 from tests.networks import rollout_of
 from tests.tables import csv_rows
@@ -200,6 +202,13 @@ def test_the_report_between_iterations_is_made_apart(tmp_path, monkeypatch, capl
     assert seen == [*begun, 3]
     assert ended == [len(begun)]  # before the last one is made, by the run itself
     assert ("A report could not be made" in caplog.text) == (len(begun) == 2)
+
+
+def test_metrics_are_there_with_any_logger(tmp_path):
+    trainer = trainer_of(tmp_path, [Report()], logger=CSVLogger(tmp_path / "other"), enable_progress_bar=False)
+    trainer.fit(Module())
+    assert isinstance(trainer.loggers[-1], RunCSVLogger)
+    assert epochs(tmp_path) == ["0", "1", "2"]
 
 
 @pytest.mark.parametrize("trial", [True, False])
