@@ -40,6 +40,11 @@ def test_integers_survive_every_spelling(value):
     assert settled(str(value), f"{value}.5") is settled(f"{value}1", str(value)) is False
 
 
+@given(st.text(max_size=200))
+def test_what_is_no_answer_never_raises(text):
+    assert settled("5", text) in (True, False, None)
+
+
 @pytest.mark.parametrize("answer", sorted({row["answer"] for row in rows("math500")}))
 def test_a_gold_answer_equals_itself_and_not_its_alterations(answer):
     assert equivalent(answer, answer)
