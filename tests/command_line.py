@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch.cli import LightningCLI
 from peft import LoraConfig
 
-from lit_qrl.cli.main import COMMANDS
+from lit_qrl.cli.main import COMMANDS, main
 from lit_qrl.cli.parser import CommandParser
 from lit_qrl.cli.training import QRLCLI, classes_at
 
@@ -68,6 +68,29 @@ def exists(option):
                 return all(part in parameters(LoraConfig) for part in rest[1:])
             return any(rest[0] in parameters(kind) for kind in classes_at(key).values())
     return False
+
+
+def status_of(words):
+    """Return with which status `lit-qrl` ends."""
+    try:
+        main([*map(str, words)])
+    except SystemExit as stop:
+        return stop.code
+    return 0
+
+
+def nested(options):
+    """Return the configuration that dotted keys make; what a class is given comes after it."""
+    settings = {}
+    for key, value in options.items():
+        *above, last = key.split(".")
+        place = settings
+        for name in above:
+            if not isinstance(inner := place.setdefault(name, {}), dict):
+                inner = place[name] = {"class_path": inner, "init_args": {}}
+            place = inner.get("init_args", inner)
+        place[last] = value
+    return settings
 
 
 def build_once(monkeypatch):

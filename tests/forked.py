@@ -4,8 +4,8 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
+from subprocess import CompletedProcess
 
 SCRIPT = """
 import gc, json, os, sys
@@ -28,30 +28,15 @@ exec(program)  # at the top, so that it ends as a script does
 """
 
 
-@dataclass(frozen=True)
-class Ended:
-    """What is left of a process."""
-
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-def run_each(shared: str, programs: list[str], folder: Path, seconds: float = 240, **environment: str) -> list[Ended]:
-    """Return how each program ended, one after the other.
-
-    Args:
-        shared: imports that all of them need; run once.
-        programs: Python.
-        folder: an empty one, for what they print.
-        seconds: that all of them may take.
-        environment: what differs from this process's.
-    """
+def run_each(shared: str, programs: list[str], folder: Path, seconds: float = 240, **environment: str) -> list:
+    """Return how each Python program ended, one after the other; `shared` runs once, for all; the folder is empty."""
     command = [sys.executable, "-c", SCRIPT, shared, str(folder), *programs]
     done = subprocess.run(
         command, env={**os.environ, **environment}, capture_output=True, text=True, check=True, timeout=seconds
     )
-    return [
-        Ended(code, *((folder / f"{number}.{name}").read_text() for name in ("out", "err")))
-        for number, code in enumerate(json.loads(done.stdout))
-    ]
+
+    def said(number, name):
+        return (folder / f"{number}.{name}").read_text()
+
+    codes = enumerate(json.loads(done.stdout))
+    return [CompletedProcess((), code, said(number, "out"), said(number, "err")) for number, code in codes]

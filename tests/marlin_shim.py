@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -17,31 +18,19 @@ GLOBAL = 2.0**119
 @contextmanager
 def installed():
     """Hold and share NVFP4 weights as a GPU does, inside."""
-    undo = install()
-    try:
-        yield
-    finally:
-        undo()
-
-
-def install():
-    """Register the kernel; return what takes it back."""
     vllm_cpu_shim.install()
     import vllm._custom_ops as ops
     import vllm.model_executor.kernels.linear as kernels
 
-    kernel = kernels.MarlinNvFp4LinearKernel
-    before = kernel.process_weights_after_loading, kernel.apply_weights
-    ops.gptq_marlin_repack = repack
-    kernel.process_weights_after_loading = prepare
-    kernel.apply_weights = _apply
     lend_no_more = override("nvfp4", vllm_lends=("cpu", "cuda"))
-
-    def undo():
-        kernel.process_weights_after_loading, kernel.apply_weights = before
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ops, "gptq_marlin_repack", repack)
+            patch.setattr(kernels.MarlinNvFp4LinearKernel, "process_weights_after_loading", prepare)
+            patch.setattr(kernels.MarlinNvFp4LinearKernel, "apply_weights", _apply)
+            yield
+    finally:
         lend_no_more()
-
-    return undo
 
 
 def prepare(kernel: object, layer: nn.Module) -> None:

@@ -24,11 +24,6 @@ def exp(x):
 
 
 def use(patch, inverse=reciprocal):
-    """Let the fused quantizers compute so.
-
-    Args:
-        patch: pytest's `MonkeyPatch`.
-        inverse: the reciprocal that the device approximates.
-    """
+    """Let the fused quantizers compute so, with this for the reciprocal that the device approximates."""
     patch.setattr(tiles_triton, "_reciprocal", inverse)
     patch.setattr(tiles_triton, "libdevice", SimpleNamespace(exp=exp))

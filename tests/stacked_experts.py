@@ -37,13 +37,7 @@ def values(format, weights):
 
 @torch.no_grad()
 def rounded(kind, network, format):
-    """Return a copy of a model whose linear layers and experts hold what a weight-only format makes of them.
-
-    Args:
-        kind: of experts; a model without any has none.
-        network: the model.
-        format: a weight-only one.
-    """
+    """Return a copy of a model whose linear layers and experts hold what a weight-only format makes of them."""
     network = copy.deepcopy(network)
     linears = quantizable_linears(network)
     for names in fused_groups(linears).values():

@@ -10,23 +10,12 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.fixture
-def benchmark(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(str(ROOT / "benchmarks"))
+    endurance, iteration = map(importlib.import_module, ("endurance", "iteration"))
 
 
-@pytest.fixture
-def endurance(benchmark):
-    return benchmark("endurance")
-
-
-@pytest.fixture
-def iteration(benchmark):
-    return benchmark("iteration")
-
-
-def test_endurance_reads_the_phase_from_the_stacks_of_all_threads(endurance):
+def test_endurance_reads_the_phase_from_the_stacks_of_all_threads():
     frame = '  File "/x/lit_qrl/{}", line 7 in {}\n'
     main = frame.format("rollout/embedded/decode.py", "run") + frame.format("loop/generation.py", "draw")
     assert endurance.phase_of(main) == "generation"
@@ -35,7 +24,7 @@ def test_endurance_reads_the_phase_from_the_stacks_of_all_threads(endurance):
     assert endurance.phase_of('  File "/usr/lib/python3.11/importlib/_bootstrap.py", line 1 in x\n') == "other"
 
 
-def test_endurance_finds_one_bit(endurance, tmp_path):
+def test_endurance_finds_one_bit(tmp_path):
     import torch
 
     for name, value in (("a", 1.0), ("b", 1.0 + 2**-23)):
@@ -48,21 +37,21 @@ def test_endurance_finds_one_bit(endurance, tmp_path):
     assert (found["differing"], found["rows_differing"]) == (["state_dict.w"], 0)
 
 
-def test_endurance_compares_memory_with_that_of_an_iteration(endurance):
+def test_endurance_compares_memory_with_that_of_an_iteration():
     flat = dict.fromkeys(range(300), 1024 * 100)
     leak = {iteration: 1024 * (100 + iteration // 20) for iteration in range(300)}
     assert endurance.memory(flat, 100)["within"]
     assert not endurance.memory(leak, 100)["within"]
 
 
-def test_iterations_count_from_the_third_on_and_of_a_run_that_was_cut_those_that_there_are(iteration):
+def test_iterations_count_from_the_third_on_and_of_a_run_that_was_cut_those_that_there_are():
     rows = [{"time/iteration": seconds, "time/update": seconds / 2} for seconds in (30.0, 9.0, 4.0, 6.0, 5.0)]
     found = iteration.figures(rows, [9.5, 4.5, 6.5, 5.5])
     assert (found["counted"], found["wall"], found["row_iteration"], found["update"]) == (3, 5.5, 5.0, 2.5)
     assert iteration.figures(rows[:2], [9.5])["wall"] == 9.5
 
 
-def test_the_rate_of_an_update_is_of_what_a_token_is_multiplied_with(iteration):
+def test_the_rate_of_an_update_is_of_what_a_token_is_multiplied_with():
     from types import SimpleNamespace
 
     args, case = SimpleNamespace(prompt=200, tiny=False, devices=1), iteration.CASES["full-1.5b"]
@@ -76,7 +65,7 @@ def test_the_rate_of_an_update_is_of_what_a_token_is_multiplied_with(iteration):
     assert iteration.rates({**case, "lora": {}}, args, rows)["update_rate"] == round(operations / 3 / 989e12, 3)
 
 
-def test_runs_of_both_orders_are_compared_together(iteration):
+def test_runs_of_both_orders_are_compared_together():
     ours = {"peer": "here", "arm": "bf16", "peak_gib": 50.0, "counted": 2, "masters": "bf16"}
     theirs = {**ours, "peer": "trl", "peak_gib": 60.0}
     runs = [{**ours, "walls": [9, 2, 4]}, {**theirs, "walls": [30, 9, 9]}, {**theirs, "walls": [6, 6]}]
@@ -88,7 +77,7 @@ def test_runs_of_both_orders_are_compared_together(iteration):
     assert line == f"bf16 masters: {found}"
 
 
-def test_a_run_ends_with_the_process_that_watches_it_and_its_rows_count(iteration, tmp_path, monkeypatch):
+def test_a_run_ends_with_the_process_that_watches_it_and_its_rows_count(tmp_path, monkeypatch):
     metrics = tmp_path / "metrics.csv"
     metrics.write_text("time/iteration\n1.0\n2.0\n")
     monkeypatch.setattr(iteration, "read_rows", lambda path: iteration.ENDED.append(15) or [{}, {}])

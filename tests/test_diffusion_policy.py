@@ -13,25 +13,18 @@ from lit_qrl.network.padding_free import is_padding_free
 from lit_qrl.policy import CausalPolicy
 from tests.network.test_denoising import COMPLETIONS, PROMPTS, denoised_batch, estimated
 from tests.network.test_llada import PUBLISHED, published_weights
-from tests.networks import build_denoiser, build_network, build_tokenizer
-
-
-def write(path, network):
-    network.save_pretrained(path)
-    build_tokenizer(pad_token="<pad>", eos_token="<eos>").save_pretrained(path)
-    return str(path)
+from tests.networks import build_denoiser, build_tokenizer
+from tests.tiny_run import configured, model_folder
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return write(tmp_path_factory.mktemp("denoiser"), build_denoiser())
+    return model_folder(tmp_path_factory.mktemp("denoiser"), build_denoiser)
 
 
 @pytest.fixture(scope="module")
 def policy(folder):
-    policy = DiffusionPolicy(folder, masks=2, prompt_masking=0.5)
-    policy.configure()
-    return policy
+    return configured(folder, DiffusionPolicy, masks=2, prompt_masking=0.5)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -76,13 +69,11 @@ def test_other_masks_give_other_estimates(policy):
 
 
 def test_an_adapter_and_its_reference(folder):
-    policy = DiffusionPolicy(folder, lora=peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
-    policy.configure()
+    policy = configured(folder, DiffusionPolicy, lora=peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
     for name, parameter in policy.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.3)
-    plain = DiffusionPolicy(folder)
-    plain.configure()
+    plain = configured(folder, DiffusionPolicy)
     batch = denoised_batch()
     with policy.reference():
         torch.testing.assert_close(policy(batch).logprobs, plain(batch).logprobs)
@@ -93,27 +84,25 @@ def test_a_llada_folder_loads_without_its_code(tmp_path):
     build_tokenizer(pad_token="<pad>", eos_token="<eos>").save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED))
     save_file(published_weights(), tmp_path / "model.safetensors", metadata={"format": "pt"})
-    policy = DiffusionPolicy(str(tmp_path))
-    policy.configure()
+    policy = configured(tmp_path, DiffusionPolicy)
     assert type(policy.network) is LLaDAForMaskedDiffusion
     assert policy(denoised_batch()).logprobs.isfinite().all()
     names = dict(policy.named_weights())
     expected = published_weights()["model.transformer.blocks.1.ff_proj.weight"]
     assert torch.equal(names["model.layers.1.mlp.gate_proj.weight"], expected)
-    random = DiffusionPolicy(str(tmp_path), random_weights=True)
-    random.configure()
+    random = configured(tmp_path, DiffusionPolicy, random_weights=True)
     assert type(random.network) is LLaDAForMaskedDiffusion
 
 
 def test_models_of_the_other_kind_are_refused_before_weights_are_loaded(tmp_path, folder, monkeypatch):
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
-    causal = write(tmp_path / "causal", build_network())
+    causal = model_folder(tmp_path / "causal")
     with pytest.raises(ConfigError, match="This model is causal"):
         DiffusionPolicy(causal)
     with pytest.raises(ConfigError, match="DiffusionPolicy"):
         CausalPolicy(folder)
     with pytest.raises(ConfigError, match="no mask token"):
-        DiffusionPolicy(write(tmp_path / "maskless", build_denoiser(mask_token_id=None)))
+        DiffusionPolicy(model_folder(tmp_path / "maskless", build_denoiser, mask_token_id=None))
     for name, value in (("masks", 0), ("prompt_masking", 1.0), ("estimate", "exact"), ("block", 0)):
         with pytest.raises(ConfigError, match=f"policy.{name}"):
             DiffusionPolicy(folder, **{name: value})

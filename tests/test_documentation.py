@@ -139,12 +139,20 @@ def script(name):
     return module
 
 
-def test_the_sizing_table_is_what_the_script_computes():
-    sizing, page = script("sizing"), (DOCS / "one_gpu.md").read_text()
-    header = next(line for line in page.splitlines() if line.startswith("| trained | sampler"))
-    place = [cell.strip() for cell in header.split("|")].index("1.5B")
-    column = [line.split("|")[place].strip() for line in page.splitlines() if re.match(r"\| (full|LoRA)", line)]
-    assert column == [f"{sum(sizing.parts('1.5B', row).values()):.1f}" for row in sizing.ROWS]
+def column(page, header, rows):
+    """Return the cells of 1.5B of a page's table that begins so."""
+    lines = (DOCS / page).read_text().splitlines()
+    head = next(line for line in lines if line.startswith(header))
+    place = [cell.strip() for cell in head.split("|")].index("1.5B")
+    return [line.split("|")[place].strip() for line in lines if re.match(rows, line)]
+
+
+def test_the_tables_of_sizes_and_layouts_are_what_the_script_computes():
+    sizing = script("sizing")
+    sizes = [f"{sum(sizing.parts('1.5B', row).values()):.1f}" for row in sizing.ROWS]
+    assert column("one_gpu.md", "| trained | sampler", r"\| (full|LoRA)") == sizes
+    layouts = [line.split("|")[5].strip() for line in sizing.layouts(("1.5B",))]
+    assert column("scale.md", "| strategy | trained", r"\| `\w+` \| (full|LoRA)") == layouts[2:]
 
 
 @pytest.mark.slow
@@ -153,15 +161,6 @@ def test_the_whole_sizing_page_is_what_the_script_computes():
     for line in (*sizing.lines(), *sizing.comparison()):
         assert line in page
     assert "\n".join(sizing.layouts()) in (DOCS / "scale.md").read_text()
-
-
-def test_the_table_of_layouts_is_what_the_script_computes():
-    lines = (DOCS / "scale.md").read_text().splitlines()
-    header = next(line for line in lines if line.startswith("| strategy | trained"))
-    place = [cell.strip() for cell in header.split("|")].index("1.5B")
-    column = [line.split("|")[place].strip() for line in lines if re.match(r"\| `\w+` \| (full|LoRA)", line)]
-    made = [line.split("|")[5].strip() for line in script("sizing").layouts(("1.5B",))]
-    assert column == made[2:]
 
 
 def test_the_tables_of_the_cost_are_what_the_script_computes():
@@ -219,13 +218,8 @@ def test_metrics_of_the_page_on_symptoms_exist():
     )
     for section in ("mismatch", "correction", "update"):
         known += "".join(f"`{section}/{name}`" for name in documented(section))
-    pages = ("troubleshooting.md", "choosing.md")
-    named = set(
-        re.findall(
-            r"`((?:mismatch|correction|update|rollout|guard|time|publish|val)/\w+)`",
-            "".join((DOCS / p).read_text() for p in pages),
-        )
-    )
+    pages = "".join((DOCS / page).read_text() for page in ("troubleshooting.md", "choosing.md"))
+    named = set(re.findall(r"`((?:mismatch|correction|update|rollout|guard|time|publish|val)/\w+)`", pages))
     assert len(named) > 15
     assert {name for name in named if f"`{name}`" not in known} == set()
 

@@ -4,9 +4,6 @@ import pytest
 import torch
 
 from lit_qrl.errors import ConfigError, MemoryShortageError, nearest, require_object, within_memory
-from lit_qrl.loop.schedule import schedule_of
-from lit_qrl.rollout import DiffusionEngine, TransformersEngine
-from lit_qrl.strategies import ShardedStrategy
 
 
 def test_config_error_reads_as_one_paragraph_and_survives_pickling():
@@ -57,19 +54,3 @@ def test_only_what_is_known_to_be_no_object_is_refused():
     for given, told in (("vllm", "'vllm'"), (int, "class int"), (None, "None"), ({"a": 1}, "{'a': 1}")):
         with pytest.raises(ConfigError, match=f"data.engine is no object. .*Given: {told}"):
             require_object("data.engine", given, "TransformersEngine()")
-
-
-@pytest.mark.parametrize(
-    ("make", "given"),
-    [
-        (lambda: schedule_of("asynch", 1, "none"), "data.schedule"),
-        (lambda: ShardedStrategy(compute_dtype="bfloat16"), "compute_dtype"),
-        (lambda: TransformersEngine(share="often"), "share"),
-        (lambda: TransformersEngine(dtype="fp8"), "dtype"),
-        (lambda: TransformersEngine(kv_cache_dtype="fp4"), "kv_cache_dtype"),
-        (lambda: DiffusionEngine(reuse="all"), "reuse"),
-    ],
-)
-def test_a_word_that_no_parser_looked_at_is_refused_and_not_taken_for_another(make, given):
-    with pytest.raises(ConfigError, match=f"{given} is unknown"):
-        make()

@@ -9,29 +9,12 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted(path for path in (ROOT / "lit_qrl").rglob("*.py") if path != ROOT / "lit_qrl" / "__init__.py")
-FLOORS = (
-    ("types", "errors", "seeding", "aliases", "shipped"),
-    ("run",),
-    ("report",),
-    ("functional",),
-    ("objective", "optim"),
-    ("formats",),
-    ("receipts",),
-    ("network",),
-    ("precision",),
-    ("policy",),
-    ("diffusion_policy",),
-    ("rollout",),
-    ("rewards",),
-    ("strategies",),
-    ("loop",),
-    ("data",),
-    ("module",),
-    ("publish",),
-    ("callbacks",),
-    ("quantize",),
-    ("cli",),
+ORDER = (
+    "types errors seeding aliases shipped / run / report / functional / objective optim / formats / receipts / network"
+    " / precision / policy / diffusion_policy / rollout / rewards / strategies / loop / data / module / publish"
+    " / callbacks / quantize / cli"
 )
+FLOORS = tuple(tuple(floor.split()) for floor in ORDER.split(" / "))
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 OPTIONAL = {"vllm", "transformer_engine", "bitsandbytes", "torchao"}
 

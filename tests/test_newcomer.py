@@ -18,7 +18,9 @@ from tests.test_snippets import ROOT, here, snippets, words, write_modules
 
 __all__ = ["here"]
 MODEL = ROOT / "models" / "tiny-countdown"
-PROBLEMS = [((3, 5, b), 3 * 5 + b) for b in range(1, 10)] + [((b, 2, 4), b - 2 + 4) for b in range(3, 10)]
+NUMBERS = [((3, 5, b), 3 * 5 + b) for b in range(1, 10)] + [((b, 2, 4), b - 2 + 4) for b in range(3, 10)]
+PROBLEMS = [(f"{','.join(map(str, n))}={total}:", f"{n[0]}*{n[1]}+{n[2]}", str(total)) for n, total in NUMBERS]
+"""Question, answer and total."""
 TEMPLATE = "{% for turn in messages %}{{ turn.content }}{% endfor %}"
 
 
@@ -59,9 +61,7 @@ def test_rows_and_a_function_of_ones_own(newcomer):
     (config,) = of("index.md", "yaml")
     Path("mine.yaml").write_text(config)
     (shown,) = of("index.md", "json")
-    rows = [
-        {"question": f"{','.join(map(str, n))}={total}:", "answer": f"{n[0]}*{n[1]}+{n[2]}"} for n, total in PROBLEMS
-    ]
+    rows = [{"question": question, "answer": answer} for question, answer, _ in PROBLEMS]
     assert json.loads(shown) in rows
     write_rows("problems.jsonl", rows)
     (command,) = (given for text in of("index.md", "bash", "mine.yaml") for given in words(text))
@@ -75,10 +75,7 @@ def test_rows_and_a_function_of_ones_own(newcomer):
 def test_chats(newcomer):
     (config,) = of("data.md", "yaml", "path: chats.jsonl")
     Path("chats.yaml").write_text(config)
-    rows = [
-        {"prompt": [{"role": "user", "content": f"{n[0]},{n[1]},{n[2]}={total}:"}], "answer": str(total)}
-        for n, total in PROBLEMS
-    ]
+    rows = [{"prompt": [{"role": "user", "content": one}], "answer": total} for one, _, total in PROBLEMS]
     write_rows("chats.jsonl", rows)
     given = ["--config", "configs/quickstart.yaml", "--config", "chats.yaml", "--data.task.evaluation_size", "4"]
     metrics, samples = fit(*given, *with_template())
@@ -93,7 +90,7 @@ def test_a_script_of_trl(newcomer):
     write_modules(ROOT / "docs" / "from_trl.md", newcomer)
     Path("after.yaml").write_text(*of("from_trl.md", "yaml", "# after.yaml"))
     (shown,) = of("from_trl.md", "json")
-    rows = [{"prompt": f"{','.join(map(str, n))}={total}:", "answer": f"{n[0]}*{n[1]}+{n[2]}"} for n, total in PROBLEMS]
+    rows = [{"prompt": question, "answer": answer} for question, answer, _ in PROBLEMS]
     assert json.loads(shown) in rows
     write_rows("problems.jsonl", rows)
     metrics, samples = fit("--config", "after.yaml")
@@ -110,11 +107,11 @@ def test_a_command_of_verl(newcomer):
     rows = [
         {
             "data_source": "openai/gsm8k",
-            "prompt": [{"role": "user", "content": f"{','.join(map(str, n))}={total}:"}],
-            "reward_model": {"style": "rule", "ground_truth": f"{n[0]}*{n[1]}+{n[2]}"},
+            "prompt": [{"role": "user", "content": question}],
+            "reward_model": {"style": "rule", "ground_truth": answer},
             "extra_info": {"index": index},
         }
-        for index, (n, total) in enumerate(PROBLEMS)
+        for index, (question, answer, _) in enumerate(PROBLEMS)
     ]
     Path("gsm8k").mkdir()
     for file, half in (("train.parquet", rows[4:]), ("test.parquet", rows[:4])):

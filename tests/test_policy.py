@@ -11,6 +11,7 @@ from lit_qrl.network.padding_free import is_padding_free
 from lit_qrl.network.structure import compute_frequencies_on_the_cpu
 from lit_qrl.policy import CausalPolicy
 from tests.networks import batch_of, build_network, build_tokenizer
+from tests.tiny_run import configured
 
 
 @pytest.fixture(scope="module")
@@ -23,15 +24,13 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=["auto", "never"])
 def policy(folder, request):
-    policy = CausalPolicy(str(folder), packing=request.param)
-    policy.configure()
+    policy = configured(folder, packing=request.param)
     assert is_padding_free(policy.network) == (request.param == "auto")
     return policy
 
 
 def test_a_16_bit_precision_casts_weights_and_leaves_frequencies_as_a_cpu_computes_them(folder):
-    policy = CausalPolicy(str(folder))
-    policy.configure()
+    policy = configured(folder)
     rotary = policy.network.model.rotary_emb
     computed = rotary.inv_freq.clone()
     HalfPrecision("bf16-true").convert_module(policy)
@@ -111,8 +110,7 @@ def test_a_batch_with_nothing_to_score_has_no_gradient(policy):
 
 
 def test_bf16_weights_give_fp32_log_probs_close_to_fp32(policy, folder):
-    half = CausalPolicy(str(folder), dtype="bf16")
-    half.configure()
+    half = configured(folder, dtype="bf16")
     batch = batch_of(PROMPTS, COMPLETIONS)
     got, exact = half(batch).logprobs, policy(batch).logprobs
     assert next(half.network.parameters()).dtype == torch.bfloat16
@@ -152,8 +150,7 @@ def test_without_a_generation_config_the_config_says_what_ends(folder, tmp_path)
 
 
 def test_configure_twice_keeps_the_weights(folder):
-    policy = CausalPolicy(str(folder))
-    policy.configure()
+    policy = configured(folder)
     first = policy.model
     policy.configure()
     assert policy.model is first
@@ -163,8 +160,7 @@ def test_random_weights_need_no_checkpoint(folder, tmp_path):
     for file in folder.iterdir():
         if not file.name.endswith(".safetensors"):
             (tmp_path / file.name).write_bytes(file.read_bytes())
-    policy = CausalPolicy(str(tmp_path), random_weights=True, dtype="fp32")
-    policy.configure()
+    policy = configured(tmp_path, random_weights=True, dtype="fp32")
     assert torch.isfinite(policy(batch_of(PROMPTS, COMPLETIONS)).logprobs).all()
     with pytest.raises(ConfigError, match="no weights"):
         CausalPolicy(str(tmp_path))
@@ -173,8 +169,7 @@ def test_random_weights_need_no_checkpoint(folder, tmp_path):
 def test_gradient_checkpointing_gives_the_same_gradient(folder):
     grads = []
     for checkpointing in (False, True):
-        policy = CausalPolicy(str(folder), gradient_checkpointing=checkpointing)
-        policy.configure()
+        policy = configured(folder, gradient_checkpointing=checkpointing)
         assert policy.training
         policy(batch_of(PROMPTS, COMPLETIONS)).logprobs.sum().backward()
         grads.append([parameter.grad for parameter in policy.parameters()])
@@ -187,8 +182,7 @@ def test_gradient_checkpointing_gives_the_same_gradient(folder):
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"use_dora": True}, {"modules_to_save": ["embed_tokens", "lm_head"], "ensure_weight_tying": True}],
+    "options", [{}, {"use_dora": True}, {"modules_to_save": ["embed_tokens", "lm_head"], "ensure_weight_tying": True}]
 )
 def test_merged_weights_are_what_the_adapted_policy_computes(folder, options):
     policy = lora_policy(folder, **options).eval()
@@ -233,8 +227,7 @@ def test_an_adapter_that_cannot_be_trained_is_refused(folder, lora, words):
 
 
 def test_the_frozen_reference_stays_behind(folder):
-    policy = CausalPolicy(str(folder))
-    policy.configure()
+    policy = configured(folder)
     batch = batch_of(PROMPTS, COMPLETIONS)
     with pytest.raises(RuntimeError, match="keep_reference"), policy.reference():
         pass
@@ -257,8 +250,7 @@ def test_the_kl_over_the_vocabulary_is_that_of_both_models_logits(folder, tmp_pa
         build_network(hidden_size=48, head_dim=24).save_pretrained(tmp_path)
         CausalPolicy(str(folder)).tokenizer.save_pretrained(tmp_path)
         options["reference"] = str(tmp_path)
-    policy = CausalPolicy(str(folder), **options)
-    policy.configure()
+    policy = configured(folder, **options)
     keys = list(policy.state_dict())
     policy.keep_reference()
     with torch.no_grad():

@@ -63,8 +63,9 @@ def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1e-3, eps=1e-3)
 
 
+FIRST = "AIS and a rejection, passes and mini-batches"
 RUNS = {
-    "AIS and a rejection, passes and mini-batches": lambda: {
+    FIRST: lambda: {
         "callbacks": [Disturbed(), AIS(), GeometricRejection(lower=0.8, upper=1.25)],
         "objective": GRPO(reduction="token", kl_coefficient=0.01),
         "data": {"passes": 2, "mini_batches": 2, "micro_batches": 2},
@@ -116,29 +117,24 @@ def by_tokens(name, most=28):
 
 
 SHARDED = {
-    "full weights in parts": partial(by_tokens, "AIS and a rejection, passes and mini-batches"),
-    "offloaded weights in parts": RUNS["AIS and a rejection, passes and mini-batches"],
-    "adapter in parts": lambda: {
-        **RUNS["GSPO with TIS"](),
-        "policy": {"lora": LoraConfig(r=4, target_modules="all-linear"), "gradient_checkpointing": True},
-    },
+    "full weights in parts": partial(by_tokens, FIRST),
+    "offloaded weights in parts": RUNS[FIRST],
+    "adapter in parts": lambda: {**RUNS["GSPO with TIS"](), "policy": ADAPTED},
     "aligned in parts": lambda: low_bit(
         QATAligned(Int4Group(32)), policy={"gradient_checkpointing": True}, objective=GRPO(kl_coefficient=0.01)
     ),
-    "Muon in parts": lambda: {
-        **RUNS["GSPO with TIS"](),
-        "optimizer": lambda named: MuonAdamW(named, lr=2e-5),
-    },
+    "Muon in parts": lambda: {**RUNS["GSPO with TIS"](), "optimizer": lambda named: MuonAdamW(named, lr=2e-5)},
     "packed base in parts": lambda: low_bit(NVFP4LoRA(), policy=ADAPTED),
     "replicated base under parts": lambda: low_bit(NVFP4LoRA(), policy=ADAPTED),
 }
 SLOW = ("adapter in parts", "replicated base under parts")
-IN_PARTS = [name for name in SHARDED if name not in SLOW]
+RESUMED = {"resumed": lambda: "ddp", "resumed from parts": WRITTEN_IN_PARTS, "resumed in parts": PARTS}
+"""Runs that go on with other numbers of processes, of which the last takes longer."""
 
 
 def few(name):
     """Iterations of a run in parts: where a code turns over, since a weight's last bit is another, draws part ways."""
-    return 1 if name.startswith("aligned") else 2
+    return {"aligned in parts": 1, "adapter in parts": ITERATIONS}.get(name, 2)
 
 
 class Watch(Callback):
@@ -186,16 +182,16 @@ def learn(folder, ranks, epochs=ITERATIONS, ckpt_path=None, strategy=lambda: "dd
     return {**seen, "weights": weights, "own": run.datamodule.slots.own}
 
 
-def resumed(rank, ports, folder, strategy=lambda: "ddp", **place):
+def resumed(rank, ports, folder, strategy):
     """Two processes, then one, then two; each learns two iterations more."""
-    options = RUNS["AIS and a rejection, passes and mini-batches"]
+    options = RUNS[FIRST]
     last = folder / "run" / "checkpoints" / "last.ckpt"
-    learn(folder, RANKS, 2, strategy=strategy, options=options, **place)
+    learn(folder, RANKS, 2, strategy=strategy, options=options)
     torch.distributed.destroy_process_group()  # which outlives a Trainer
     if rank == 0:
-        learn(folder, 1, 4, ckpt_path=last, options=options, **place)
+        learn(folder, 1, 4, ckpt_path=last, options=options)
     join(rank, ports)
-    return learn(folder, RANKS, 6, ckpt_path=last, strategy=strategy, options=options, **place)
+    return learn(folder, RANKS, 6, ckpt_path=last, strategy=strategy, options=options)
 
 
 def refused(rank, ports, folder):
@@ -209,34 +205,33 @@ def refused(rank, ports, folder):
     return said
 
 
+def parted(rank, ports, folder, slow=False):
+    """Return the steps of learners in parts, and of runs that go on."""
+    steps = {}
+    for name in (name for name in SHARDED if (name in SLOW) == slow):
+        parts = partial(ShardedStrategy, "fp32", packed_base="sharded" if name.startswith("packed") else "replicated")
+        parts = Offloaded if name.startswith("offloaded") else parts
+        steps[name] = partial(learn, folder / name.split()[0], RANKS, few(name), strategy=parts, options=SHARDED[name])
+    for name, strategy in RESUMED.items():
+        if (name == "resumed in parts") == slow:
+            steps[name] = partial(resumed, rank, ports, folder / name, strategy)
+    return steps
+
+
 def quick(rank, ports, folder):
     """What two processes do in one start, since that takes longest."""
     steps = {name: partial(learn, folder / name.split()[0], RANKS, options=made) for name, made in RUNS.items()}
-    steps["resumed"] = partial(resumed, rank, ports, folder / "resumed")
-    for name in IN_PARTS:
-        parts = partial(ShardedStrategy, "fp32", packed_base="sharded" if "packed" in name else "replicated")
-        parts = Offloaded if name.startswith("offloaded") else parts
-        steps[name] = partial(learn, folder / name.split()[0], RANKS, few(name), strategy=parts, options=SHARDED[name])
+    steps |= parted(rank, ports, folder)
     for name, strategy in (("unified", PARTS), ("unified, whole", lambda: "ddp")):
         unified = partial(low_bit, UnifiedFP8(), data={"micro_batches": 2})
         steps[name] = partial(learn, folder / "unified", RANKS, 2, strategy=strategy, options=unified)
-    steps["resumed from parts"] = partial(resumed, rank, ports, folder / "resumed from parts", WRITTEN_IN_PARTS)
     steps["refused"] = partial(refused, rank, ports, folder)
     return taken(steps, rank, ports)
 
 
 def thorough(rank, ports, folder):
     """What takes longer."""
-    steps = {
-        "adapter in parts": partial(
-            learn, folder / "adapter", RANKS, strategy=PARTS, options=SHARDED["adapter in parts"]
-        ),
-        "replicated base under parts": partial(
-            learn, folder / "replicated", RANKS, 2, strategy=PARTS, options=SHARDED["replicated base under parts"]
-        ),
-        "resumed in parts": partial(resumed, rank, ports, folder / "resumed in parts", PARTS),
-    }
-    return taken(steps, rank, ports)
+    return taken(parted(rank, ports, folder, slow=True), rank, ports)
 
 
 def taken(steps, rank, ports):
@@ -248,9 +243,6 @@ def taken(steps, rank, ports):
         except Exception:
             found[name] = traceback.format_exc()
     return found
-
-
-RESUMED = ("resumed", "resumed in parts", "resumed from parts")
 
 
 def with_models(folder):
@@ -269,6 +261,10 @@ def slow_ranks(tmp_path_factory):
     return in_two(thorough, with_models(tmp_path_factory.mktemp("ranks")))
 
 
+def marked(names, slow):
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name in slow)) for name in names]
+
+
 def made(rank, name):
     """What a process returned from a step; its traceback if it failed."""
     if isinstance(rank[name], str):
@@ -282,16 +278,20 @@ def assert_close(found, wanted, what):
         torch.testing.assert_close(found[name], value, **CLOSE, msg=lambda text, name=name: f"{what} {name}: {text}")
 
 
+def drawn_alike(ranks, alone, iterations=None):
+    """Assert that each process drew its groups as the one alone did."""
+    for i, prompts in enumerate(alone["prompts"][:iterations]):
+        for part in ranks:
+            assert part["prompts"][i] == [prompts[slot] for slot in part["own"]]
+            group = len(alone["tokens"][i]) // len(prompts)
+            rows = [row for slot in part["own"] for row in range(slot * group, slot * group + group)]
+            assert part["tokens"][i] == [alone["tokens"][i][row] for row in rows], f"iteration {i}"
+
+
 def assert_same(ranks, alone):
     """The ranks hold what one process holds: each its own groups, and everything else alike."""
-    slots = [rank["own"] for rank in ranks]
-    for i, prompts in enumerate(alone["prompts"]):
-        for part, own in zip(ranks, slots, strict=True):
-            assert part["prompts"][i] == [prompts[slot] for slot in own]
-            group = len(alone["tokens"][i]) // len(prompts)
-            rows = [row for slot in own for row in range(slot * group, slot * group + group)]
-            assert part["tokens"][i] == [alone["tokens"][i][row] for row in rows], f"iteration {i}"
-    assert sorted(slots[0] + slots[1]) == list(range(len(alone["own"])))
+    drawn_alike(ranks, alone)
+    assert sorted(ranks[0]["own"] + ranks[1]["own"]) == list(range(len(alone["own"])))
     for part in ranks:
         assert len(part["rows"]) == len(alone["rows"])
         for i, row in enumerate(alone["rows"]):
@@ -311,23 +311,20 @@ def test_two_processes_repeat_the_run_of_one(name, ranks, tmp_path):
     if name.startswith("dynamic"):
         assert sum(row["rollout/zero_variance_groups"] > 0 for row in alone["rows"]) > 1
         assert any(row["reward/unscored"] > 0 for row in alone["rows"])
-    if name.startswith("AIS"):
+    if name == FIRST:
         assert alone["evaluated"]
         assert any(row["correction/rejected_sequences"] > 0 for row in alone["rows"])
 
 
-def assert_parts_are_the_whole(ranks, name, epochs, folder):
-    model_folder(folder / "model")  # a network that is made draws what an adapter would
-    alone, parts = learn(folder, 1, epochs, options=SHARDED[name]), [made(rank, name) for rank in ranks]
+@pytest.mark.parametrize("name", marked(SHARDED, SLOW))
+def test_a_learner_in_parts_repeats_the_run_of_a_whole_one(name, request, tmp_path):
+    ranks = request.getfixturevalue("slow_ranks" if name in SLOW else "ranks")
+    model_folder(tmp_path / "model")  # a network that is made draws what an adapter would
+    alone, parts = learn(tmp_path, 1, few(name), options=SHARDED[name]), [made(rank, name) for rank in ranks]
     own = ("publish/probe", "update/micro_batches")  # a learner in parts is not scored against its sampler
     for run in (alone, *parts):
         run["rows"] = [{k: v for k, v in row.items() if not k.startswith(own)} for row in run["rows"]]
     assert_same(parts, alone)
-
-
-@pytest.mark.parametrize("name", IN_PARTS)
-def test_a_learner_in_parts_repeats_the_run_of_a_whole_one(name, ranks, tmp_path):
-    assert_parts_are_the_whole(ranks, name, few(name), tmp_path)
 
 
 def test_unified_fp8_in_parts_repeats_the_run_of_whole_learners(ranks):
@@ -338,16 +335,6 @@ def test_unified_fp8_in_parts_repeats_the_run_of_whole_learners(ranks):
         for found, wanted in zip(parts["gradients"], whole_ones["gradients"], strict=True):
             assert_close(found, wanted, "gradient of")
         assert_close(parts["weights"], whole_ones["weights"], "weights of")
-
-
-@pytest.mark.slow
-def test_a_packed_base_that_every_process_holds_repeats_the_run_of_one(slow_ranks, tmp_path):
-    assert_parts_are_the_whole(slow_ranks, "replicated base under parts", 2, tmp_path)
-
-
-@pytest.mark.slow
-def test_an_adapter_over_parts_repeats_the_run_over_a_whole_base(slow_ranks, tmp_path):
-    assert_parts_are_the_whole(slow_ranks, "adapter in parts", ITERATIONS, tmp_path)
 
 
 def test_processes_that_cannot_share_a_run_are_all_told(ranks):
@@ -388,32 +375,18 @@ def test_when_a_process_is_killed_the_other_ends_and_the_run_goes_on(tmp_path):
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory):
-    return learn(
-        tmp_path_factory.mktemp("unbroken"), 1, 6, options=RUNS["AIS and a rejection, passes and mini-batches"]
-    )
+    return learn(tmp_path_factory.mktemp("unbroken"), 1, 6, options=RUNS[FIRST])
 
 
-def assert_went_on(ranks, name, alone):
-    for rank in ranks:
+@pytest.mark.parametrize("name", marked(RESUMED, ["resumed in parts"]))
+def test_a_run_goes_on_with_another_number_of_processes(name, request, unbroken):
+    for rank in request.getfixturevalue("slow_ranks" if name == "resumed in parts" else "ranks"):
         last = made(rank, name)
-        assert_close(last["weights"], alone["weights"], "weights of")
-        for found, wanted in zip(last["rows"], alone["rows"][4:], strict=True):
+        assert_close(last["weights"], unbroken["weights"], "weights of")
+        for found, wanted in zip(last["rows"], unbroken["rows"][4:], strict=True):
             # A run probes its sampler when it starts, and so again where it goes on.
             found, wanted = (
                 {name: value for name, value in row.items() if not name.startswith(("publish/probe", "val/"))}
                 for row in (found, wanted)
             )
             assert_close(found, wanted, "metrics:")
-
-
-def test_a_run_goes_on_with_another_number_of_processes(ranks, unbroken):
-    assert_went_on(ranks, "resumed", unbroken)
-
-
-def test_a_run_that_writes_parts_goes_on_whole_and_in_parts_again(ranks, unbroken):
-    assert_went_on(ranks, "resumed from parts", unbroken)
-
-
-@pytest.mark.slow
-def test_a_run_in_parts_goes_on_whole_and_in_parts_again(slow_ranks, unbroken):
-    assert_went_on(slow_ranks, "resumed in parts", unbroken)

@@ -6,6 +6,7 @@ Three new processes do a check: two, and the one alone.
 
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from lit_qrl.formats import FP8Row
 from lit_qrl.precision import NVFP4LoRA, QATAligned, UnifiedFP8
 from lit_qrl.strategies import ShardedStrategy
-from tests.test_processes import ADAPTED, PARTS, RUNS, SHARDED, WRITTEN_IN_PARTS, learn, low_bit
+from tests.test_processes import ADAPTED, FIRST, PARTS, RUNS, SHARDED, WRITTEN_IN_PARTS, drawn_alike, learn, low_bit
 from tests.tiny_run import model_folder
 from tests.two_processes import RANKS, free_ports, join
 
@@ -30,7 +31,6 @@ CLOSE = 1e-4
 """What fp32 sums in another order may differ by, as a share of the largest of a tensor's numbers."""
 ROUNDED = 0.01
 """The same where norms and activations are in bf16."""
-FIRST = "AIS and a rejection, passes and mini-batches"
 REPEATED = {
     FIRST: (lambda: "ddp", RUNS[FIRST]),
     "full weights in parts": (PARTS, RUNS[FIRST]),
@@ -129,42 +129,28 @@ def place_of(folder, name):
     return folder / name.split(",")[0].replace(" ", "_")
 
 
-class Check:
-    """Three processes that do one check."""
-
-    def __init__(self, folder, name):
-        context = torch.multiprocessing.get_context("spawn")  # libraries ask CUDA for something when they are imported
-        self.folder, self.name, self.begun = folder, name, time.monotonic()
-        for place in ("alone", "two"):
-            model_folder(place_of(folder, name) / place / "model", **SIZES)
-        ports = free_ports(2)
-        self.processes = [context.Process(target=_process, args=(rank, name, ports, folder)) for rank in RANKED]
-        for process in self.processes:
-            process.start()
-
-    def done(self):
-        """Return whether the check is over; its processes have ended then."""
-        found = results(self.folder, self.name)
-        if all(type(one) is dict for one in found):
-            self.end()
-            return True
-        failed = any(type(one) is str for one in found) or any(one.exitcode for one in self.processes)
-        if failed or time.monotonic() - self.begun > LIMIT:
+def checked(folder, name):
+    """Do one check in its three processes; return what each found, or why it found nothing."""
+    context = torch.multiprocessing.get_context("spawn")  # libraries ask CUDA for something when they are imported
+    for place in ("alone", "two"):
+        model_folder(place_of(folder, name) / place / "model", **SIZES)
+    ports, begun = free_ports(2), time.monotonic()
+    processes = [context.Process(target=_process, args=(rank, name, ports, folder)) for rank in RANKED]
+    for process in processes:
+        process.start()
+    while any(one is None for one in results(folder, name)) and time.monotonic() - begun < LIMIT:
+        if any(type(one) is str for one in results(folder, name)) or any(one.exitcode for one in processes):
             time.sleep(1.0)  # the others may have an answer, too
-            for rank, process in zip(RANKED, self.processes, strict=True):
-                file = place_of(self.folder, self.name) / f"{rank}.pt"
-                if not file.exists():
-                    ended = "it still ran" if process.exitcode is None else f"exit code {process.exitcode}"
-                    torch.save(f"No answer after {time.monotonic() - self.begun:.0f} s: {ended}.", file)
-            self.end()
-            return True
-        return False
-
-    def end(self):
-        """End its processes."""
-        for process in self.processes:
-            process.kill()
-            process.join()
+            break
+        time.sleep(0.2)
+    found = results(folder, name)
+    for number, process in enumerate(processes):
+        if found[number] is None:
+            ended = "it still ran" if process.exitcode is None else f"exit code {process.exitcode}"
+            found[number] = f"No answer after {time.monotonic() - begun:.0f} s: {ended}."
+        process.kill()
+        process.join()
+    return found
 
 
 def results(folder, name):
@@ -173,40 +159,24 @@ def results(folder, name):
     return [torch.load(file, map_location="cpu", weights_only=False) if file.exists() else None for file in files]
 
 
-class Checks:
-    """Does all checks, some at once."""
+@pytest.fixture(scope="module")
+def check(tmp_path_factory):
+    """Return what both processes of a check and the one alone found; some checks are done at once."""
+    if ACCELERATOR == "gpu" and (present := torch.cuda.device_count()) < RANKS:
+        pytest.skip(f"needs two GPUs: {present} found")
+    folder = tmp_path_factory.mktemp("ranks")
+    pool = ThreadPoolExecutor(AT_ONCE)
+    done = {name: pool.submit(checked, folder, name) for name in steps()}
 
-    def __init__(self, folder):
-        self.folder, self.waiting, self.ended, self.running = folder, list(steps()), set(), []
-
-    def go_on(self):
-        """Take note of what is over, and begin what may begin."""
-        for check in [one for one in self.running if one.done()]:
-            self.ended.add(check.name)
-            self.running.remove(check)
-        while self.waiting and len(self.running) < AT_ONCE:
-            self.running.append(Check(self.folder, self.waiting.pop(0)))
-
-    def of(self, name):
-        """Return what both processes and the one alone found."""
-        while name not in self.ended:
-            self.go_on()
-            time.sleep(0.05)
-        found = results(self.folder, name)
+    def check(name):
+        found = done[name].result()
         wrong = [f"{rank}: {one}" for rank, one in zip(RANKED, found, strict=True) if type(one) is not dict]
         if wrong:
             pytest.fail("\n".join(wrong))
         return found
 
-
-@pytest.fixture(scope="module")
-def checks(tmp_path_factory):
-    if ACCELERATOR == "gpu" and (present := torch.cuda.device_count()) < RANKS:
-        pytest.skip(f"needs two GPUs: {present} found")
-    made = Checks(tmp_path_factory.mktemp("ranks"))
-    yield made
-    for check in made.running:
-        check.end()
+    yield check
+    pool.shutdown(cancel_futures=True)
 
 
 def furthest(found, wanted):
@@ -220,19 +190,9 @@ def furthest(found, wanted):
     return far[name], name
 
 
-def drawn_alike(two, alone, iterations):
-    """Assert that each process drew its groups as the one alone did."""
-    for part in two:
-        for i, prompts in enumerate(alone["prompts"][:iterations]):
-            assert part["prompts"][i] == [prompts[slot] for slot in part["own"]]
-            group = len(alone["tokens"][i]) // len(prompts)
-            rows = [row for slot in part["own"] for row in range(slot * group, slot * group + group)]
-            assert part["tokens"][i] == [alone["tokens"][i][row] for row in rows], f"iteration {i}"
-
-
 @pytest.mark.parametrize("name", BESIDE)
-def test_a_low_bit_learner_in_parts_computes_as_whole_ones_do(name, checks, margin):
-    *two, _ = checks.of(name)
+def test_a_low_bit_learner_in_parts_computes_as_whole_ones_do(name, check, margin):
+    *two, _ = check(name)
     far = 0.0
     for found in two:
         parts, whole_ones = found["parts"], found["whole"]
@@ -243,19 +203,19 @@ def test_a_low_bit_learner_in_parts_computes_as_whole_ones_do(name, checks, marg
 
 
 @pytest.mark.parametrize("name", REPEATED)
-def test_two_gpus_repeat_the_run_of_one(name, checks, margin):
-    *two, alone = checks.of(name)
+def test_two_gpus_repeat_the_run_of_one(name, check, margin):
+    *two, alone = check(name)
     drawn_alike(two, alone, 1)
     far = max(furthest(part["gradients"][0], alone["gradients"][0]) for part in two)
     margin("two GPUs", f"{name} {far[0]:.1e} ({max(one['seconds'] for one in two):.0f} s)")
     assert far[0] <= CLOSE, far
-    drawn_alike(two, alone, len(alone["prompts"]))
+    drawn_alike(two, alone)
     moved = max(furthest(part["weights"], alone["weights"]) for part in two)
     assert moved[0] <= CLOSE, moved
 
 
-def test_a_run_that_writes_parts_goes_on_with_one_process_and_with_two_again(checks, margin):
-    *two, alone = checks.of("resumed from parts")
+def test_a_run_that_writes_parts_goes_on_with_one_process_and_with_two_again(check, margin):
+    *two, alone = check("resumed from parts")
     far = max(furthest(part["weights"], alone["weights"]) for part in two)
     margin("two GPUs", f"resumed from parts, weights {far[0]:.1e} ({max(one['seconds'] for one in two):.0f} s)")
     assert far[0] <= CLOSE, far

@@ -15,7 +15,7 @@ from lit_qrl import formats
 from lit_qrl.errors import ConfigError
 from lit_qrl.network.folder import INDEX, FolderReader, appearing
 from lit_qrl.network.linears import quantizable_linears
-from lit_qrl.quantize import quantize_checkpoint, writable
+from lit_qrl.quantize import quantize_checkpoint
 from tests.families.configs import BY_TYPE, model_folder
 from tests.networks import build_network, build_tokenizer
 
@@ -53,13 +53,11 @@ def logprobs(network):
 
 def in_format(source, format, exclude=(), dtype=torch.bfloat16):
     """The plain model with every weight rounded in a loop of its own."""
-    network = loaded(source, dtype)
-    linears = quantizable_linears(network, exclude)
-    for name, linear in linears.items():
+    network, plain = loaded(source, dtype), loaded(source, dtype)
+    for name, linear in quantizable_linears(network, exclude).items():
         parent, leaf = name.rsplit(".", 1)
-        group = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gu", "up_proj": "gu"}.get(leaf, leaf)
-        members = {"qkv": ["q_proj", "k_proj", "v_proj"], "gu": ["gate_proj", "up_proj"]}.get(group, [leaf])
-        plain = loaded(source, dtype)
+        groups = (["q_proj", "k_proj", "v_proj"], ["gate_proj", "up_proj"])
+        members = next((group for group in groups if leaf in group), [leaf])
         amax = torch.stack([plain.get_parameter(f"{parent}.{m}.weight").detach().abs().amax() for m in members]).amax()
         q = format.quantize(linear.weight.detach(), amax if format.shares_amax else None)
         linear.weight.data = format.dequantize(q, dtype)
@@ -241,17 +239,6 @@ def test_a_config_that_is_no_causal_language_model(source, tmp_path):
     failing("config.json cannot be read", source, tmp_path / "out", formats.get("nvfp4"))
 
 
-def test_formats_that_no_folder_holds_or_nobody_knows():
-    assert writable("int4_group", group_size=64).group_size == 64
-    assert writable("fp8_row") == formats.get("fp8_row")
-    with pytest.raises(ConfigError, match=r"no weight-only format.*fp8_row.*nvfp4.*Given: bf16"):
-        writable("bf16")
-    with pytest.raises(ConfigError, match="activations=fp8"):
-        writable("int4_group", activations="fp8")
-    with pytest.raises(ConfigError, match="nvfp4"):
-        writable("nvfp5")
-
-
 def test_shapes_excludes_and_values_that_do_not_fit(source, tmp_path):
     failing("layers.0.self_attn.q_proj", source, tmp_path / "out", formats.get("int4_group", group_size=128))
     failing("splits layers", source, tmp_path / "out", formats.get("nvfp4"), exclude=["*.q_proj"])
@@ -265,17 +252,17 @@ def test_shapes_excludes_and_values_that_do_not_fit(source, tmp_path):
     nothing_left(tmp_path, before)
 
 
-def test_experts_that_checkpoints_hold_in_one_piece_are_not_written(tmp_path):
-    source = Path(model_folder(BY_TYPE["gpt_oss"], tmp_path / "model"))
-    with pytest.raises(ConfigError, match=r"in one piece.*layers.0.mlp.experts.*--exclude '\*.experts'"):
-        quantize_checkpoint(source, tmp_path / "out", formats.get("int4_group"))
+@pytest.mark.parametrize(
+    ("kind", "name", "said"),
+    [
+        ("gpt_oss", "int4_group", r"in one piece.*layers.0.mlp.experts.*--exclude '\*.experts'"),
+        ("qwen3_moe", "nf4", r"No library reads experts in nf4.*int4_group.*Given: model.layers.0"),
+    ],
+)
+def test_experts_that_no_library_would_read_are_not_written(tmp_path, kind, name, said):
+    source = Path(model_folder(BY_TYPE[kind], tmp_path / "model"))
+    failing(said, source, tmp_path / "out", formats.get(name))
     assert not (tmp_path / "out").exists()
-
-
-def test_experts_are_not_written_in_a_format_that_no_library_reads(tmp_path):
-    source = Path(model_folder(BY_TYPE["qwen3_moe"], tmp_path / "model"))
-    with pytest.raises(ConfigError, match=r"No library reads experts in nf4.*int4_group.*Given: model.layers.0"):
-        quantize_checkpoint(source, tmp_path / "out", formats.get("nf4"))
 
 
 def test_a_folder_that_is_quantized_already(source, tmp_path):

@@ -9,59 +9,49 @@ from unittest import mock
 import pytest
 import torch
 
-from lit_qrl.callbacks import RLCallback
 from lit_qrl.run.interrupt import InterruptedTogether
-from tests.test_processes import RUNS, assert_close, learn
-from tests.tiny_run import model_folder
+from tests.test_processes import FIRST, RUNS, assert_close, learn
+from tests.tiny_run import calling, model_folder
 from tests.two_processes import RANKS, in_two, join
 
 ITERATIONS = 4
-OPTIONS = RUNS["AIS and a rejection, passes and mini-batches"]
-PLACES = {"publish": 2, "draw": 2, "rollout": 2, "update": 3, "save": 3, "evaluate": 3}
-"""How many iterations are behind the checkpoint, of a signal in the third."""
+OPTIONS = RUNS[FIRST]
+PLACES = {
+    "publish": ("on_publish", 2),
+    "draw": ("on_rollout_start", 2),
+    "rollout": ("on_generation_end", 2),
+    "update": ("on_train_batch_end", 3),
+    "save": ("on_save_checkpoint", 3),
+    "evaluate": ("on_validation_start", 3),
+}
+"""The hook, and how many iterations are behind the checkpoint, of a signal in the third."""
 
 
-class Signalled(RLCallback):
-    """Sends SIGTERM to processes of the third iteration in the middle of something."""
+def signalled(place, ranks):
+    """A callback that sends SIGTERM to processes of the third iteration in the middle of something."""
+    waiting = {*ranks}
 
-    def __init__(self, place, ranks):
-        self.place, self.ranks = place, ranks
-
-    def _send(self, trainer, place):
-        if place == self.place and trainer.current_epoch == 2 and trainer.global_rank in self.ranks:
-            self.ranks = ()  # one each
+    def send(trainer):
+        if trainer.current_epoch == 2 and trainer.global_rank in waiting:
+            waiting.clear()  # one each
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def on_publish(self, trainer, module, name, tensor):
-        self._send(trainer, "publish")
-        return tensor
-
-    def on_rollout_start(self, trainer, module, version):
-        if self.place == "draw" and trainer.current_epoch == 2:
-            self._draw_for_ever(trainer)
-
-    def on_validation_start(self, trainer, pl_module):
-        if self.place == "evaluate" and trainer.current_epoch == 2:
-            self._draw_for_ever(trainer)
-
-    def _draw_for_ever(self, trainer):
+    def draw_for_ever(trainer):
         """Let no process come to the end of what it draws, whichever got the signal."""
 
         def generate(*given, **more):
-            self._send(trainer, self.place)
+            send(trainer)
             while True:
                 time.sleep(60)
 
-        trainer.datamodule.engine.generate = generate
+        if trainer.current_epoch == 2:
+            trainer.datamodule.engine.generate = generate
 
-    def on_generation_end(self, trainer, module):
-        self._send(trainer, "rollout")
+    def hook(trainer, module, *given):
+        (draw_for_ever if place in ("draw", "evaluate") else send)(trainer)
+        return given[-1] if given else None
 
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        self._send(trainer, "update")
-
-    def on_save_checkpoint(self, trainer, pl_module, checkpoint):
-        self._send(trainer, "save")
+    return calling(**{PLACES[place][0]: hook})
 
 
 def told(place, ranks, folder):
@@ -70,7 +60,7 @@ def told(place, ranks, folder):
     trainer = {"limit_val_batches": 1.0} if place == "evaluate" else {}
     options = lambda: {  # noqa: E731
         **OPTIONS(),
-        "callbacks": [*OPTIONS()["callbacks"], Signalled(place, ranks)],
+        "callbacks": [*OPTIONS()["callbacks"], signalled(place, ranks)],
         "trainer": {**OPTIONS().get("trainer", {}), **trainer},
     }
 
@@ -119,6 +109,6 @@ def test_all_processes_stop_at_one_place_and_the_run_goes_on(place, ranks, stopp
     assert [rank[f"{place}{ranks}"] for rank in ended] == [(143, [])] * RANKS
     last = folder / f"{place}{ranks}" / "run" / "checkpoints" / "last.ckpt"
     held = torch.load(last, weights_only=True)
-    assert held["global_step"] == PLACES[place] * 4  # two passes of two mini-batches
+    assert held["global_step"] == PLACES[place][1] * 4  # two passes of two mini-batches
     went_on = learn(folder / f"{place}{ranks}", 1, ITERATIONS, ckpt_path=last, options=OPTIONS)
     assert_close(went_on["weights"], unbroken["weights"], "weights of")

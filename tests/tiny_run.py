@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from torch import nn
 
-from lit_qrl.callbacks import Guard, MismatchMonitor, Report, RLProgress, RunCheckpoint, WeightPublisher
+from lit_qrl.callbacks import Guard, MismatchMonitor, Report, RLCallback, RLProgress, RunCheckpoint, WeightPublisher
 from lit_qrl.data.module import RolloutDataModule
 from lit_qrl.data.task import Task
 from lit_qrl.module import GRPOModule
@@ -70,21 +70,17 @@ def without_plots():
         yield
 
 
-def command(folder: Path, model: str, *args: str, lr: float = 0.01, epochs: int = 2) -> list[str]:
-    """The arguments of a `lit-qrl fit` on rows that it writes into `folder`, where the run is `folder / "run"`."""
+def on_sums(folder: Path, model: str, epochs: int = 1) -> dict:
+    """The keys of a `lit-qrl fit` on rows of sums that it writes into `folder`, where the run is `folder / "run"`."""
     rows = [{"question": f"{i}+1=", "answer": str(i + 1)} for i in range(12)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = {
+    return {
         "model.policy": "CausalPolicy",
         "model.policy.model": model,
-        "model.optimizer": "torch.optim.AdamW",
-        "model.optimizer.lr": lr,
-        "model.objective": "GRPO",
         "data.task": "DatasetTask",
         "data.task.path": str(folder / "rows.jsonl"),
-        "data.task.chat": "false",
+        "data.task.chat": False,
         "data.task.evaluation_size": 4,
-        "data.task.rewards": json.dumps([{"class_path": "tests.tiny_run.DigitReward"}]),
         "data.engine": "TransformersEngine",
         "data.prompts_per_iteration": 4,
         "data.group_size": 4,
@@ -93,10 +89,28 @@ def command(folder: Path, model: str, *args: str, lr: float = 0.01, epochs: int 
         "trainer.accelerator": "cpu",
         "trainer.max_epochs": epochs,
         "trainer.limit_val_batches": 0,
-        "trainer.enable_progress_bar": "false",
+        "trainer.enable_progress_bar": False,
         "trainer.default_root_dir": str(folder / "run"),
     }
-    return ["fit", *[part for key, value in options.items() for part in (f"--{key}", str(value))], *args]
+
+
+def as_words(options: dict) -> list[str]:
+    """The same on the command line."""
+    pairs = ((key, value if isinstance(value, str) else json.dumps(value)) for key, value in options.items())
+    return [part for key, value in pairs for part in (f"--{key}", value)]
+
+
+LEARNED = {
+    "model.optimizer": "torch.optim.AdamW",
+    "model.objective": "GRPO",
+    "data.task.rewards": [{"class_path": "tests.tiny_run.DigitReward"}],
+}
+"""What makes it a run that learns something."""
+
+
+def command(folder: Path, model: str, *args: str, lr: float = 0.01, epochs: int = 2) -> list[str]:
+    """The arguments of a `lit-qrl fit` on sums for whose digits there is a reward."""
+    return ["fit", *as_words({**on_sums(folder, model, epochs), **LEARNED, "model.optimizer.lr": lr}), *args]
 
 
 def build(
@@ -164,9 +178,22 @@ def fit(folder: Path, ckpt_path=None, **options):
     return trainer, module, data
 
 
+def configured(model, kind=CausalPolicy, **options) -> CausalPolicy:
+    """A policy of a folder, with its weights."""
+    policy = kind(str(model), **options)
+    policy.configure()
+    return policy
+
+
 def parameters_of(module: GRPOModule) -> torch.Tensor:
     """All weights of the policy as one vector."""
     return torch.cat([parameter.detach().flatten() for parameter in module.policy.parameters()])
+
+
+def calling(**hooks):
+    """A callback of these functions, each named as the hook that calls it; its class is called after them."""
+    methods = {name: lambda self, *given, _hook=hook, **more: _hook(*given, **more) for name, hook in hooks.items()}
+    return type(f"Calling_{'_'.join(hooks)}", (RLCallback,), methods)()
 
 
 class Twin(Callback):

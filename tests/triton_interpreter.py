@@ -38,12 +38,7 @@ def mend_conversions():
 
 
 def run_interpreted(compare, script=SCRIPT):
-    """Call `compare(device)`, a function of a test module, under the interpreter.
-
-    Args:
-        compare: its module and name are the arguments of the script.
-        script: prints "same" last.
-    """
+    """Call `compare(device)`, a function of a test module, by a script that gets both names and prints "same" last."""
     import triton
 
     if tuple(map(int, triton.__version__.split(".")[:2])) <= (3, 6):

@@ -9,15 +9,7 @@ from lit_qrl import formats
 from lit_qrl.network.linears import quantizable_linears
 from lit_qrl.network.stream import weight_stream
 from lit_qrl.publish.probe import computing_as
-from lit_qrl.receipts.ledger import (
-    SentLedger,
-    choose,
-    compare,
-    compare_columns,
-    compare_receipts,
-    read_receipts,
-    share_of_bound,
-)
+from lit_qrl.receipts import ledger
 from lit_qrl.types import SamplingParams
 from tests.cpu_kernels import skip_without_kernel
 from tests.networks import build_network
@@ -88,17 +80,17 @@ def publish(network, engine, format, version, previous=None, wire=lambda stream:
     """Publish and verify; return the faults, the sender's ledger and the report. `wire` may corrupt the stream."""
     layers = quantizable_linears(network, engine.spec.exclude, engine.spec.quantize_head)
     shapes = {name: tuple(linear.weight.shape) for name, linear in layers.items()}
-    names = list(shapes) if everywhere else choose(list(shapes), version)
-    sent = SentLedger(version, format, {name: shapes[name] for name in names})
+    names = list(shapes) if everywhere else ledger.choose(list(shapes), version)
+    sent = ledger.SentLedger(version, format, {name: shapes[name] for name in names})
     stream = engine.arranged(checkpoint(network, engine, format))
     report = engine.load_weights(wire(sent.watch(stream)), format, version)
-    faults = compare(sent, report.received, previous)
-    faults += compare_columns(sent, engine.read_columns, exact=format is None)
+    faults = ledger.compare(sent, report.received, previous)
+    faults += ledger.compare_columns(sent, engine.read_columns, exact=format is None)
     names = list(sent.receipts())
     if hasattr(engine, "read_receipts"):
-        faults += compare_receipts(sent, engine.read_receipts(names))
+        faults += ledger.compare_receipts(sent, engine.read_receipts(names))
     else:
-        faults += compare_receipts(sent, read_receipts(engine.read_back, names))
+        faults += ledger.compare_receipts(sent, ledger.read_receipts(engine.read_back, names))
     return faults, sent, report
 
 
@@ -134,7 +126,7 @@ def named(faults):
 def gemm_shares(sent, engine, format):
     """By sampled layer: the largest distance of the engine's GEMM from what was sent, as a share of its bound."""
     return {
-        layer: float(share_of_bound(engine.read_columns(layer, columns), weight, exact=format is None).max())
+        layer: float(ledger.share_of_bound(engine.read_columns(layer, columns), weight, exact=format is None).max())
         for layer, (columns, weight) in sent.columns.items()
     }
 

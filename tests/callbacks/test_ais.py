@@ -2,7 +2,6 @@ import pytest
 import torch
 
 from lit_qrl.callbacks.ais import AIS
-from lit_qrl.errors import ConfigError
 from lit_qrl.functional.adaptive import ais_gate, ais_oracle, ais_weights
 from tests.callbacks.corrections import context, rollout, trainer
 from tests.functional.helpers import Ranks, no_host_sync
@@ -50,18 +49,3 @@ def test_alpha_is_global_over_ranks():
         lambda r, f: AIS(saturation=0.5).correct(None, None, context(all_reduce=f, part=slice(4 * r, 4 * r + 4)))
     )
     torch.testing.assert_close(torch.cat([part.weights for part in parts]), whole.weights, rtol=1e-10, atol=0)
-
-
-@pytest.mark.parametrize(
-    "options, word",
-    [
-        ({"tolerance": -1.0}, "tolerance"),
-        ({"sensitivity": -1.0}, "sensitivity"),
-        ({"eps": 0.0}, "eps"),
-        ({"level": "geometric"}, "level"),
-        ({"scope": "mini_batch"}, "Did you mean 'minibatch'"),
-    ],
-)
-def test_bad_input_is_refused_at_construction(options, word):
-    with pytest.raises(ConfigError, match=word):
-        AIS(**options)

@@ -9,26 +9,25 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.trainer.connectors import signal_connector
 from peft import LoraConfig
 
-from lit_qrl.callbacks import AIS, AQNNoise, RLCallback
+from lit_qrl.callbacks import AIS, AQNNoise
+from lit_qrl.callbacks import checkpoint as checkpoint_module
 from lit_qrl.callbacks.checkpoint import resolve_checkpoint
 from lit_qrl.errors import ConfigError
 from lit_qrl.run import checkpoint_files as saving
 from lit_qrl.run.checkpoint_files import CheckpointFiles
 from lit_qrl.run.folder import last_checkpoint
 from lit_qrl.run.interrupt import Interrupted
-from tests.tiny_run import build, fit, model_folder, parameters_of
+from tests.tiny_run import build, calling, fit, model_folder, parameters_of
 
 
-@pytest.mark.parametrize("callbacks", [[AIS], [lambda: AQNNoise(num_stages=2)]], ids=["ais", "aqn"])
-def test_a_resumed_run_ends_with_the_same_bits(tmp_path, callbacks):
-    def fresh():
-        return [make() for make in callbacks]
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path):
+    def run(name, ckpt_path=None, **trainer):
+        callbacks = [AIS(), AQNNoise(num_stages=2)]
+        return fit(tmp_path / name, ckpt_path, callbacks=callbacks, trainer={"max_epochs": 4, **trainer})
 
-    _, whole, _ = fit(tmp_path / "whole", callbacks=fresh(), trainer={"max_epochs": 4})
-    fit(tmp_path / "cut", callbacks=fresh(), trainer={"max_epochs": 4, "limit_train_batches": 1.0, "max_steps": 2})
-    saved = last_checkpoint(tmp_path / "cut" / "run")
-    assert saved is not None
-    trainer, resumed, _ = fit(tmp_path / "cut", callbacks=fresh(), ckpt_path=saved, trainer={"max_epochs": 4})
+    _, whole, _ = run("whole")
+    run("cut", max_steps=2)
+    trainer, resumed, _ = run("cut", last_checkpoint(tmp_path / "cut" / "run"))
     assert trainer.current_epoch == 4
     assert torch.equal(parameters_of(resumed), parameters_of(whole))
 
@@ -44,14 +43,9 @@ def test_nothing_is_left_beside_the_checkpoint_and_copies_are_numbered(tmp_path)
 def test_resolve_last_and_missing(tmp_path):
     assert resolve_checkpoint(None, tmp_path, False) is None
     assert resolve_checkpoint(None, tmp_path, True) is None
-    with pytest.raises(ConfigError, match="no checkpoint to resume"):
-        resolve_checkpoint("last", tmp_path, False)
-    with pytest.raises(ConfigError, match="does not exist"):
-        resolve_checkpoint(str(tmp_path / "other.ckpt"), tmp_path, False)
-    broken = tmp_path / "broken.ckpt"
-    broken.write_bytes(b"not a checkpoint")
-    with pytest.raises(ConfigError, match="was never a checkpoint"):
-        resolve_checkpoint(str(broken), tmp_path, False)
+    for given, said in (("last", "no checkpoint to resume"), (str(tmp_path / "other.ckpt"), "does not exist")):
+        with pytest.raises(ConfigError, match=said):
+            resolve_checkpoint(given, tmp_path, False)
 
 
 def test_an_unwritable_folder_is_refused_before_training(tmp_path):
@@ -86,54 +80,38 @@ def test_an_adapter_s_run_saves_no_base_and_resumes_with_the_same_bits(tmp_path)
 SLURM = {"JOB_ID": "7", "JOB_NAME": "run", "NTASKS": "1", "PROCID": "0", "LOCALID": "0", "NODEID": "0"}
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_ends_the_run_after_its_updates_with_a_checkpoint_to_go_on_from(number, tmp_path, monkeypatch):
-    class Signalled(RLCallback):
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            if trainer.current_epoch == 1 and batch_idx == 0:
-                os.kill(os.getpid(), number)
+@pytest.mark.parametrize(
+    ("hook", "iteration", "number"),
+    [
+        ("on_train_batch_end", 2, signal.SIGTERM),
+        ("on_train_batch_end", 2, signal.SIGUSR1),
+        ("on_publish", 3, signal.SIGTERM),
+        ("on_rollout_end", 3, signal.SIGTERM),
+    ],
+)
+def test_a_signal_ends_the_run_with_a_checkpoint_of_whole_iterations(hook, iteration, number, tmp_path, monkeypatch):
+    def send(trainer, module, *given):
+        if trainer.current_epoch == iteration - 1 and (hook != "on_train_batch_end" or given[-1] == 0):
+            os.kill(os.getpid(), number)
+        return given[-1]
 
-    _, whole, _ = fit(tmp_path / "whole", data={"mini_batches": 2}, trainer={"max_epochs": 4})
-    before = signal.getsignal(signal.SIGTERM)
     options = {"data": {"mini_batches": 2}, "trainer": {"max_epochs": 4}}
+    _, whole, _ = fit(tmp_path / "whole", **options)
+    before = signal.getsignal(signal.SIGTERM)
     if number == signal.SIGUSR1:  # at which Lightning saves in the middle of the updates, and queues the job again
         for name, value in SLURM.items():
             monkeypatch.setenv(f"SLURM_{name}", value)
         options["trainer"]["plugins"] = [SLURMEnvironment()]
         monkeypatch.setattr(signal_connector, "call", lambda command: pytest.fail(str(command)))
+    trainer, module, data = build(tmp_path / "cut", callbacks=[calling(**{hook: send})], **options)
+    trainer.checkpoint_callback.every_n_iterations = 0
     with pytest.raises(SystemExit) as ended:
-        fit(tmp_path / "cut", callbacks=[Signalled()], **options)
+        trainer.fit(module, datamodule=data)
     assert isinstance(ended.value.__context__, Interrupted)
     assert signal.getsignal(signal.SIGTERM) is before
     saved = last_checkpoint(tmp_path / "cut" / "run")
-    assert torch.load(saved, weights_only=True)["global_step"] == 4  # both updates of the second iteration
-    assert not list((tmp_path / "cut" / "run").glob("hpc*"))
-    _, resumed, _ = fit(tmp_path / "cut", ckpt_path=saved, **options)
-    assert torch.equal(parameters_of(resumed), parameters_of(whole))
-
-
-@pytest.mark.parametrize("place", ["on_publish", "on_rollout_end"])
-def test_a_run_that_stops_before_an_update_keeps_the_iterations_before(tmp_path, place):
-    class Signalled(RLCallback):
-        def on_publish(self, trainer, module, name, tensor):
-            self.send(trainer, "on_publish")
-            return tensor
-
-        def on_rollout_end(self, trainer, module, batch):
-            self.send(trainer, "on_rollout_end")
-
-        def send(self, trainer, where):
-            if trainer.current_epoch == 2 and where == place:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-    options = {"data": {"mini_batches": 2}, "trainer": {"max_epochs": 4}}
-    _, whole, _ = fit(tmp_path / "whole", **options)
-    trainer, module, data = build(tmp_path / "cut", callbacks=[Signalled()], **options)
-    trainer.checkpoint_callback.every_n_iterations = 0
-    with pytest.raises(SystemExit):
-        trainer.fit(module, datamodule=data)
-    saved = last_checkpoint(tmp_path / "cut" / "run")
     assert torch.load(saved, weights_only=True)["global_step"] == 4  # both updates of two iterations
+    assert not list((tmp_path / "cut" / "run").glob("hpc*"))
     trainer, resumed, _ = fit(tmp_path / "cut", ckpt_path=saved, **options)
     assert trainer.current_epoch == 4
     assert torch.equal(parameters_of(resumed), parameters_of(whole))
@@ -182,15 +160,12 @@ def test_a_run_under_an_average_goes_on_from_what_it_trained(tmp_path):
 
 
 def test_a_run_that_is_ended_before_it_has_gone_on_leaves_the_checkpoint_that_it_took(tmp_path):
-    class Signalled(RLCallback):
-        def on_rollout_start(self, trainer, module, version):
-            os.kill(os.getpid(), signal.SIGTERM)
-
     fit(tmp_path, trainer={"max_epochs": 2})
     saved = last_checkpoint(tmp_path / "run")
     before = saved.read_bytes()
+    stop = calling(on_rollout_start=lambda *given: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(SystemExit):
-        fit(tmp_path, callbacks=[Signalled()], ckpt_path=saved, trainer={"max_epochs": 3})
+        fit(tmp_path, callbacks=[stop], ckpt_path=saved, trainer={"max_epochs": 3})
     assert saved.read_bytes() == before
     trainer, _, _ = fit(tmp_path, ckpt_path=saved, trainer={"max_epochs": 3})
     assert trainer.current_epoch == 3

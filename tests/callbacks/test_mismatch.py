@@ -22,6 +22,11 @@ def test_a_coarser_format_shows_a_larger_mismatch(tmp_path):
         fit(tmp_path / format, format=format, trainer={"max_epochs": 1})
         kls.append(column(tmp_path / format, "mismatch/abs_log_ratio")[0])
     assert kls[0] < 1e-5 < kls[1] < kls[2]
+    for name in ("kl_k1", "ess_ratio", "chi2_token", "ppl_ratio"):
+        assert len(column(tmp_path / "bf16", f"mismatch/{name}")) == 1
+    # one update for a rollout has no ratio
+    assert column(tmp_path / "bf16", "update/ratio_p99") == []
+    assert "Updates of negative samples" not in pictures(tmp_path / "bf16")
 
 
 def test_every_n_iterations(tmp_path):
@@ -30,14 +35,6 @@ def test_every_n_iterations(tmp_path):
     monitor.every_n_iterations = 2
     trainer.fit(module, datamodule=data)
     assert len(column(tmp_path, "mismatch/kl_k3")) == 2
-
-
-def test_metrics_stand_in_the_table_and_one_update_per_rollout_has_no_ratio(tmp_path):
-    fit(tmp_path, trainer={"max_epochs": 1})
-    for name in ("kl_k1", "ess_ratio", "chi2_token", "ppl_ratio"):
-        assert len(column(tmp_path, f"mismatch/{name}")) == 1
-    assert column(tmp_path, "update/ratio_p99") == []
-    assert "Updates of negative samples" not in pictures(tmp_path)
 
 
 def pictures(folder):

@@ -4,14 +4,13 @@ from lit_qrl.callbacks.predictions import PREDICTIONS_FILE, Predictions
 from tests.tiny_run import build
 
 
-def predict(folder):
-    trainer, module, data = build(folder, callbacks=[Predictions()], data={"evaluation_samples": 2})
-    return trainer.predict(module, datamodule=data)
-
-
-def test_one_line_per_completion_and_where_they_are(tmp_path, capsys):
-    drawn = predict(tmp_path)
+def test_one_line_per_completion_and_where_they_are_and_an_earlier_file_is_put_aside(tmp_path, capsys):
     path = tmp_path / "run" / PREDICTIONS_FILE
+    path.parent.mkdir()
+    path.write_text("earlier\n")
+    trainer, module, data = build(tmp_path, callbacks=[Predictions()], data={"evaluation_samples": 2})
+    drawn = trainer.predict(module, datamodule=data)
+    assert (tmp_path / "run" / "predictions.1.jsonl").read_text() == "earlier\n"
     records = [json.loads(line) for line in path.read_text().splitlines()]
     assert records == [record for batch in drawn for record in batch]
     assert len(records) == 8 * 2
@@ -24,12 +23,3 @@ def test_one_line_per_completion_and_where_they_are(tmp_path, capsys):
     mean, correct = (sum(record[key] for record in records) / 16 for key in ("reward", "correct"))
     line = f"Predictions: {path} (16 completions, mean reward {mean:.3f}, {correct:.1%} correct)"
     assert capsys.readouterr().out.strip().splitlines()[-1] == line
-
-
-def test_an_earlier_file_is_put_aside(tmp_path):
-    path = tmp_path / "run" / PREDICTIONS_FILE
-    path.parent.mkdir()
-    path.write_text("earlier\n")
-    predict(tmp_path)
-    assert (tmp_path / "run" / "predictions.1.jsonl").read_text() == "earlier\n"
-    assert len(path.read_text().splitlines()) == 16

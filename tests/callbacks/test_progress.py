@@ -2,10 +2,11 @@ import io
 from types import SimpleNamespace
 
 import pytest
-from lightning.pytorch.callbacks import Callback, ProgressBar
+from lightning.pytorch.callbacks import ProgressBar
 
 from lit_qrl.callbacks.progress import COLUMNS, RLProgress, cell, header, line
 from tests.callbacks.tiny_loop import Module, trainer_of
+from tests.tiny_run import calling
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -71,13 +72,11 @@ def test_the_iteration_that_failed_has_no_line_and_the_bar_stops(tmp_path, capsy
 
 
 def test_an_iteration_that_a_limit_of_time_cuts_has_no_line_either(tmp_path, capsys):
-    class Limit(Callback):
+    def over(trainer, *given):
         """What `trainer.max_time` does when it is over."""
+        trainer.should_stop = trainer.current_epoch == 1
 
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            trainer.should_stop = trainer.current_epoch == 1
-
-    trainer = trainer_of(tmp_path, [RLProgress(), Limit()], 3, limit_val_batches=0)
+    trainer = trainer_of(tmp_path, [RLProgress(), calling(on_train_batch_end=over)], 3, limit_val_batches=0)
     trainer.fit(Module())
     assert (trainer.current_epoch, trainer.is_last_batch) == (2, False)
     assert [row.split()[0] for row in capsys.readouterr().out.splitlines()[1:]] == ["1/3"]
@@ -198,9 +197,3 @@ def test_substitutes_for_what_is_not_logged():
     assert "0.00012" in line(1, 2, {"mismatch/kl_k1": 0.00012})
     assert "0.500" in line(1, 2, {"val/math/greedy_pass@1": 0.25, "val/math/pass@1": 0.5, "val/other/pass@1": 1.0})
     assert line(1, 2, {"val/greedy_pass@1": 0.5, "val/math/pass@1": 0.25}).split()[2:4] == ["-", "0.500"]
-
-
-@pytest.mark.parametrize("options", [{"header_every": 0}, {"refresh_per_second": 0}])
-def test_bad_options(options):
-    with pytest.raises(ValueError, match="positive"):
-        RLProgress(**options)

@@ -15,7 +15,7 @@ from lit_qrl.run.loggers import RunCSVLogger
 from tests.callbacks.tiny_loop import COMPLETION, GROUP_SIZE, GROUPS, Module, trainer_of
 from tests.networks import rollout_of
 from tests.tables import csv_rows
-from tests.tiny_run import DigitTask, fit
+from tests.tiny_run import DigitTask, calling, fit
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("quick_plots")]
 
@@ -24,23 +24,19 @@ def epochs(folder):
     return [row["epoch"] for row in csv_rows(folder / "metrics.csv") if row["reward/mean"]]
 
 
-class Tilt(RLCallback):
-    def correct(self, trainer, module, context):
-        return None
-
-
 def test_a_run_leaves_samples_a_diary_and_a_page(tmp_path, capsys):
-    trainer_of(tmp_path, [Tilt(), RLCallback(), Report()], enable_progress_bar=False).fit(Module())
+    correcting = calling(correct=lambda trainer, module, context: None)
+    trainer_of(tmp_path, [correcting, RLCallback(), Report()], enable_progress_bar=False).fit(Module())
     index = tmp_path / "report" / "index.html"
     assert capsys.readouterr().out.strip().endswith(f"Report: {index}")
     assert "0.250 → 0.375" in index.read_text()
     events = read_jsonl(tmp_path / "events.jsonl")
     assert [(event["kind"], event["iteration"]) for event in events] == [("start", 0), ("finish", 3)]
-    assert events[0]["corrections"] == ["Tilt"]
+    assert events[0]["corrections"] == ["Calling_correct"]
     assert events[0]["parameters"] == 3
     run = Run(tmp_path)
     assert run.status == "finished"
-    assert run.correction == "Tilt"
+    assert run.correction == "Calling_correct"
     assert run.series("reward/mean").values == [0.0, 0.125, 0.25]
     assert run.accuracy.iterations == [0, 2]
 
@@ -71,12 +67,11 @@ def test_a_sample_has_the_gold_answer_and_its_log_ratios(tmp_path, monkeypatch):
     monkeypatch.setattr(DigitTask, "reference", lambda self, row: {"of": row["question"]})
     seen = []
 
-    class Watch(RLCallback):
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            if trainer.is_last_batch:
-                seen.append((pl_module.iteration.measured(), pl_module.iteration.problems))
+    def note(trainer, pl_module, *given):
+        if trainer.is_last_batch:
+            seen.append((pl_module.iteration.measured(), pl_module.iteration.problems))
 
-    _, _, data = fit(tmp_path, callbacks=[Watch(), Report(samples_per_iteration=3)])
+    _, _, data = fit(tmp_path, callbacks=[calling(on_train_batch_end=note), Report(samples_per_iteration=3)])
     samples = read_jsonl(tmp_path / "run" / "samples.jsonl")
     assert len(samples) == 3 * len(seen)
     for n, sample in enumerate(samples):
@@ -231,16 +226,9 @@ def test_a_trial_run_and_an_evaluation_alone_leave_nothing(tmp_path, trial):
 
 
 def test_a_wrong_configuration_makes_no_report(tmp_path):
-    class Refusing(RLCallback):
-        def setup(self, trainer, pl_module, stage):
-            raise ConfigError("No.")
+    def refuse(trainer, pl_module, stage):
+        raise ConfigError("No.")
 
     with pytest.raises(ConfigError):
-        trainer_of(tmp_path, [Report(), Refusing()], enable_progress_bar=False).fit(Module())
+        trainer_of(tmp_path, [Report(), calling(setup=refuse)], enable_progress_bar=False).fit(Module())
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("name", ["every_n_iterations", "samples_per_iteration"])
-def test_negative_numbers_are_refused(name):
-    with pytest.raises(ConfigError, match=f"report.{name}"):
-        Report(**{name: -1})

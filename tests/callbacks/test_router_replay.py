@@ -124,41 +124,20 @@ def test_the_models_own_load_balance_loss_is_added_where_it_is_asked_for(tmp_pat
     assert 1.9 < column(row, "balance_loss") < 8  # two of eight experts: 2 is even, 8 collapsed
 
 
-def refusal(folder, *callbacks, model=None, **options):
-    model_folder(folder / "model", **(MOE if model is None else model))
-    trainer, module, data = build(folder, callbacks=callbacks, format="bf16", **options)
-    with pytest.raises(ConfigError) as caught:
-        trainer.fit(module, data)
-    assert module.policy.model is None  # before any weight is loaded
-    return str(caught.value)
-
-
-def test_an_engine_that_records_nothing_is_refused(tmp_path):
-    said = refusal(tmp_path, RouterReplay(), engine=Smallest())
-    assert "RouterReplay needs an engine that records which experts each token took." in said
-    assert "Given: Smallest." in said
-
-
-def test_one_update_for_each_rollout_has_nothing_to_replay(tmp_path):
-    assert "there is one update for each rollout" in refusal(tmp_path, RouterReplay("old"))
-
-
-def test_two_levels_at_once_are_refused(tmp_path):
-    data = {"mini_batches": 2}
-    assert "RouterReplay twice" in refusal(tmp_path, RouterReplay(), RouterReplay("old"), data=data)
-
-
 @pytest.mark.parametrize(
-    "arguments, said",
+    ("replays", "options", "said"),
     [
-        ({"level": "sampler"}, "level of RouterReplay"),
-        ({"compare_every": -1}, "0 or more"),
-        ({"level": "old", "compare_every": 5}, "0 with level: old"),
+        ([RouterReplay()], {"engine": Smallest()}, "needs an engine that records which experts.*Given: Smallest"),
+        ([RouterReplay("old")], {}, "there is one update for each rollout"),
+        ([RouterReplay(), RouterReplay("old")], {"data": {"mini_batches": 2}}, "RouterReplay twice"),
     ],
 )
-def test_bad_arguments_are_refused_at_construction(arguments, said):
+def test_what_cannot_be_replayed_is_refused_before_any_weight_is_loaded(tmp_path, replays, options, said):
+    model_folder(tmp_path / "model", **MOE)
+    trainer, module, data = build(tmp_path, callbacks=replays, format="bf16", **options)
     with pytest.raises(ConfigError, match=said):
-        RouterReplay(**arguments)
+        trainer.fit(module, data)
+    assert module.policy.model is None
 
 
 def test_a_correction_without_scoring_sees_replayed_ratios(tmp_path):

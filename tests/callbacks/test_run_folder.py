@@ -21,7 +21,7 @@ from lit_qrl.rollout import TransformersEngine
 from lit_qrl.run.folder import RunLock, shown
 from lit_qrl.run.interrupt import Interrupted
 from tests.tables import csv_rows
-from tests.tiny_run import DigitTask, model_folder, parameters_of
+from tests.tiny_run import DigitTask, configured, model_folder, parameters_of
 
 SIZES = {"prompts_per_iteration": 4, "group_size": 4, "max_prompt_tokens": 16, "max_completion_tokens": 8}
 
@@ -74,8 +74,7 @@ def test_a_program_s_run_is_a_run_of_the_command_line():
     assert path == run / "checkpoints" / "last.ckpt"
     rewards = (run / "metrics.csv").read_text().splitlines()[1]
     main(["export", str(run), "--output", "exported"])
-    exported = CausalPolicy("exported")
-    exported.configure()
+    exported = configured("exported")
     assert torch.equal(parameters_of(module), torch.cat([one.detach().flatten() for one in exported.parameters()]))
 
     options = ["--ckpt_path", "last", "--trainer.max_epochs", "2"]

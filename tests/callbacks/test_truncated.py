@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from lit_qrl.callbacks.truncated import MaskedIS, TruncatedIS
-from lit_qrl.errors import ConfigError
 from lit_qrl.functional import importance as F
 from tests.callbacks.corrections import context
 from tests.functional.helpers import Ranks, listed, no_host_sync
@@ -67,19 +66,3 @@ def test_without_a_bound_extreme_weights_are_rejected_and_counted_not_clamped():
     quiet = TruncatedIS(upper=math.inf).correct(None, None, context(huge=0.0))
     assert int(quiet.metrics["correction/extreme_tokens"]) == 0
     assert quiet.keep.all()
-
-
-@pytest.mark.parametrize(
-    ("corrects", "options", "word"),
-    [
-        (TruncatedIS, {"lower": -0.5}, "lower"),
-        (TruncatedIS, {"upper": "auto"}, "level: sequence"),
-        (TruncatedIS, {"upper": "big", "level": "sequence"}, "number or auto"),
-        (TruncatedIS, {"level": "sequence", "upper": "auto", "lower": 2.0}, "lower"),
-        (TruncatedIS, {"level": "group"}, "level of TruncatedIS"),
-        (MaskedIS, {"level": "word"}, "level of MaskedIS"),
-    ],
-)
-def test_bad_input_is_refused_at_construction(corrects, options, word):
-    with pytest.raises(ConfigError, match=word):
-        corrects(**options)

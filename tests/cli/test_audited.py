@@ -6,8 +6,8 @@ from lit_qrl.cli.audit import audit, of_run
 from lit_qrl.cli.parser import run as called
 from lit_qrl.errors import ConfigError
 from lit_qrl.rollout import TransformersEngine
-from tests.command_line import build_once
-from tests.tiny_run import command, model_folder
+from tests.command_line import build_once, nested
+from tests.tiny_run import LEARNED, model_folder, on_sums
 
 
 @pytest.fixture
@@ -16,18 +16,8 @@ def run_file(tmp_path, monkeypatch):
     build_once(monkeypatch)
 
     def write(shape=None, **changes):
-        words = command(tmp_path, model_folder(tmp_path / "model", **(shape or {})))[1:]
-        given = {key[2:]: yaml.safe_load(value) for key, value in zip(words[::2], words[1::2], strict=True)}
-        settings: dict = {}
-        for key, value in {**given, **{key.replace("__", "."): one for key, one in changes.items()}}.items():
-            *above, last = key.split(".")
-            place = settings
-            for name in above:
-                inner = place.setdefault(name, {})
-                if not isinstance(inner, dict):  # a class, whose arguments follow
-                    inner = place[name] = {"class_path": inner, "init_args": {}}
-                place = inner["init_args"] if "class_path" in inner else inner
-            place[last] = value
+        given = {key.replace("__", "."): value for key, value in changes.items()}
+        settings = nested({**on_sums(tmp_path, model_folder(tmp_path / "model", **(shape or {}))), **LEARNED, **given})
         path = tmp_path / "run.yaml"
         path.write_text(yaml.safe_dump(settings))
         return str(path)

@@ -2,9 +2,10 @@ import subprocess
 
 import pytest
 
-from lit_qrl.cli.main import COMMANDS, TRAINING, main
+from lit_qrl.cli.main import COMMANDS, TRAINING
 from lit_qrl.cli.training import completion
 from lit_qrl.errors import ConfigError
+from tests.command_line import status_of
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,5 @@ def test_bash_completes_commands_and_their_options(script, tmp_path):
 def test_another_shell_is_refused(capsys):
     with pytest.raises(ConfigError, match=r"bash, zsh\. Given: fish"):
         completion("fish", {})
-    with pytest.raises(SystemExit) as stop:
-        main(["--print_shtab"])
-    assert stop.value.code == 2
-    assert "Given: nothing" in capsys.readouterr().err
+    assert status_of(["--print_shtab"]) == 2
+    assert "Name one" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 import json
 import re
+import shlex
 import shutil
 from collections import namedtuple
 from pathlib import Path
@@ -11,18 +12,21 @@ from transformers import AutoModelForCausalLM
 
 from lit_qrl import formats
 from lit_qrl.cli import dry_run as dry
-from lit_qrl.cli.main import main
 from lit_qrl.errors import ConfigError
-from lit_qrl.policy import CausalPolicy
 from lit_qrl.quantize import quantize_checkpoint
 from lit_qrl.rollout import TransformersEngine, VLLMEngine
 from lit_qrl.rollout.engine import SamplerSpec
 from lit_qrl.strategies.colocated import ColocatedStrategy
 from lit_qrl.strategies.peers import Peers
-from tests.command_line import build_once
+from tests.command_line import build_once, status_of
+from tests.tiny_run import configured
 
 ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "configs"
 MODEL = ROOT / "models" / "tiny-countdown"
+SEEN = ("callbacks", "precision_plugin", "strategy")
+LORA = "--model.policy.lora peft.LoraConfig"
+SHARDED = f"--config {CONFIGS / 'strategy' / 'sharded.yaml'} --trainer.devices 1"
 
 
 @pytest.fixture
@@ -44,17 +48,15 @@ def run(tmp_path, monkeypatch, capsys):
     load = AutoModelForCausalLM.from_pretrained
 
     def run(*args, quickstart="quickstart", dry=True):
-        status = 0
         monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", loaded if dry else load)
-        config = ["--config", str(ROOT / "configs" / f"{quickstart}.yaml"), "--data.task.train_size", "32"]
-        try:
-            main(["fit", *config, *(["--dry_run"] if dry else []), *map(str, args)])
-        except SystemExit as stop:
-            status = stop.code
+        config = f"--config {CONFIGS / quickstart}.yaml --data.task.train_size 32 {'--dry_run' if dry else ''}"
+        status = status_of(["fit", *shlex.split(" ".join((config, *args)))])
         printed = capsys.readouterr()
         return status, tables[-1] if tables else {}, " ".join((printed.out + printed.err).split())
 
-    return run
+    yield run
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def test_it_prints_memory_and_prompts_and_leaves_nothing(run, monkeypatch):
@@ -66,8 +68,7 @@ def test_it_prints_memory_and_prompts_and_leaves_nothing(run, monkeypatch):
     assert not list(Path().iterdir())
 
     monkeypatch.undo()
-    policy = CausalPolicy(str(MODEL))
-    policy.configure()
+    policy = configured(MODEL)
     count = sum(one.numel() for one in policy.parameters())
     config = policy.config
     assert sizes["weights"] == sizes["gradients"] == 4 * count
@@ -80,9 +81,8 @@ def test_it_prints_memory_and_prompts_and_leaves_nothing(run, monkeypatch):
 
 
 def test_an_adapter_in_16_bits_and_another_optimizer(run):
-    lora = ("--model.policy.lora", "peft.LoraConfig", "--model.policy.lora.r", 4)
-    sgd = ("--model.optimizer", "torch.optim.SGD", "--model.optimizer.momentum", 0)
-    _, sizes, text = run(*lora, *sgd, "--trainer.precision", "bf16-true", "--publisher.format", "auto")
+    sgd = "--model.optimizer torch.optim.SGD --model.optimizer.momentum 0"
+    _, sizes, text = run(LORA, sgd, "--trainer.precision bf16-true --publisher.format auto")
     trained = int(re.findall(r"([\d,]+) of [\d,]+ parameters", text)[0].replace(",", ""))
     assert sizes["adapters"] == sizes["gradients"] == 4 * trained  # docs/numerics.md, "Adapters"
     assert sizes["master bits"] == 0
@@ -92,47 +92,28 @@ def test_an_adapter_in_16_bits_and_another_optimizer(run):
 
 
 def test_under_autocast_the_sampler_casts_its_linear_layers_and_caches_in_its_dtype(run, monkeypatch):
-    _, plain, _ = run("--publisher.format", "auto")
-    _, mixed, _ = run("--publisher.format", "auto", "--trainer.precision", "bf16-mixed")
+    _, plain, _ = run("--publisher.format auto")
+    _, mixed, _ = run("--publisher.format auto --trainer.precision bf16-mixed")
     monkeypatch.undo()
-    policy = CausalPolicy(str(MODEL))
-    policy.configure()
+    policy = configured(MODEL)
     linear = [one.weight.numel() for one in policy.modules() if isinstance(one, torch.nn.Linear)]
     assert mixed["cast weights"] == 2 * sum(linear)
     assert mixed["KV cache"] == plain["KV cache"] / 2
     assert "cast weights" not in plain
 
 
-class Seen:
-    """A Trainer as one of two processes sees it."""
-
-    world_size = 2
-
-    def __init__(self, trainer):
-        self.trainer = trainer
-
-    def __getattr__(self, name):
-        return getattr(self.trainer, name)
-
-
 def test_of_a_learner_in_parts_each_process_has_its_share_and_the_codes_of_a_packed_base(run, monkeypatch):
-    lora = ("--model.policy.lora", "peft.LoraConfig", "--model.policy.lora.r", 4)
-    plugin = ("--trainer.plugins", '[{"class_path": "NVFP4LoRA"}]', "--publisher.format", "auto")
     found, parts = {}, dry.parts
 
     def of_two(trainer, *rest):
         for packed_base in ("replicated", "sharded"):
             trainer.strategy.packed_base = packed_base
-            found[packed_base] = {part.name: part.size for part in parts(Seen(trainer), *rest)}
+            seen = SimpleNamespace(**{name: getattr(trainer, name) for name in SEEN}, world_size=2)
+            found[packed_base] = {part.name: part.size for part in parts(seen, *rest)}
         return parts(trainer, *rest)
 
     monkeypatch.setattr(dry, "parts", of_two)
-    try:
-        sharded = ("--config", ROOT / "configs" / "strategy" / "sharded.yaml", "--trainer.devices", 1)
-        _, whole, text = run(*sharded, *lora, *plugin)
-    finally:
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+    _, whole, text = run(SHARDED, LORA, plugin("NVFP4LoRA"))
     assert "1 of 1 parts" in text, text
     assert found["sharded"]["weights"] == whole["weights"] / 2
     assert found["sharded"]["gradients"] == found["replicated"]["gradients"] == whole["gradients"] / 2
@@ -142,47 +123,35 @@ def test_of_a_learner_in_parts_each_process_has_its_share_and_the_codes_of_a_pac
 
 def plugin(name, **options):
     made = json.dumps([{"class_path": name, "init_args": options}])
-    return ["--trainer.plugins", made, "--publisher.format", "auto"]
+    return f"--trainer.plugins '{made}' --publisher.format auto"
 
 
-LORA = ["--model.policy.lora", "peft.LoraConfig"]
-REFUSED = {
-    "a group of one": ["--data.group_size", 1],
-    "prompts that are too long": ["--data.max_prompt_tokens", 2],
-    "a format that no layer fits": ["--publisher.format", "int4_group:group_size=40"],
-    "a format without a layer": ["--publisher.exclude", '["*"]'],
-    "a head that is the embedding": ["--publisher.quantize_head", "true"],
-    "a plugin's format that no layer fits": plugin("QATAligned", weights="int4_group:group_size=40"),
-    "a plugin without a layer": plugin("QATAligned", weights="fp8_row", exclude=["*"]),
-    "a kernel that there is not": plugin("QATAligned", weights="int4_group:group_size=32", kernel="marlin"),
-    "a packed base that no layer fits": [*LORA, *plugin("NVFP4LoRA", format="int4_group:group_size=40")],
-    "an adapter of layers that are not there": [*LORA, "--model.policy.lora.target_modules", '["nothing"]'],
-    "an adapter that unties the embeddings": [*LORA, "--model.policy.lora.modules_to_save", '["lm_head"]'],
-    "noise on what is no norm": [
-        "--trainer.callbacks",
-        json.dumps([{"class_path": "AQNNoise", "init_args": {"norms": ["*.nothing"], "num_stages": 2}}]),
-    ],
-    "a schedule that waits on a plateau": ["--model.lr_scheduler", "torch.optim.lr_scheduler.ReduceLROnPlateau"],
-    "a schedule that ends before the run": [
-        *("--model.lr_scheduler", "torch.optim.lr_scheduler.OneCycleLR"),
-        *("--model.lr_scheduler.max_lr", 0.1, "--model.lr_scheduler.total_steps", 3),
-    ],
-    "a sharded learner of another precision": [
-        *("--config", ROOT / "configs" / "strategy" / "sharded.yaml", "--trainer.devices", 1),
-        *("--trainer.precision", "bf16-true"),
-    ],
-    "an engine that would not sleep": ["--trainer.strategy", "ColocatedStrategy"],
-    "a run without an end": ["--trainer.max_epochs", -1],
-}
+NOISE = json.dumps([{"class_path": "AQNNoise", "init_args": {"norms": ["*.nothing"], "num_stages": 2}}])
+ONE_CYCLE = "torch.optim.lr_scheduler.OneCycleLR"
+REFUSED = [
+    "--data.group_size 1",
+    "--data.max_prompt_tokens 2",
+    "--publisher.format int4_group:group_size=40",  # fits no layer
+    "--publisher.exclude '[\"*\"]'",
+    "--publisher.quantize_head true",
+    plugin("QATAligned", weights="int4_group:group_size=40"),
+    plugin("QATAligned", weights="fp8_row", exclude=["*"]),
+    plugin("QATAligned", weights="int4_group:group_size=32", kernel="marlin"),
+    f"{LORA} {plugin('NVFP4LoRA', format='int4_group:group_size=40')}",
+    f"{LORA} --model.policy.lora.target_modules [nothing]",
+    f"{LORA} --model.policy.lora.modules_to_save [lm_head]",  # which unties the embeddings
+    f"--trainer.callbacks '{NOISE}'",
+    "--model.lr_scheduler torch.optim.lr_scheduler.ReduceLROnPlateau",
+    f"--model.lr_scheduler {ONE_CYCLE} --model.lr_scheduler.max_lr 0.1 --model.lr_scheduler.total_steps 3",
+    f"{SHARDED} --trainer.precision bf16-true",
+    "--trainer.strategy ColocatedStrategy",  # whose engine would not sleep
+    "--trainer.max_epochs -1",
+]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_fit_refuses_is_refused_in_the_same_words(run, name):
-    try:
-        told = [run(*REFUSED[name], dry=dry) for dry in (True, False)]
-    finally:
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+@pytest.mark.parametrize("given", REFUSED)
+def test_what_fit_refuses_is_refused_in_the_same_words(run, given):
+    told = [run(given, dry=dry) for dry in (True, False)]
     assert [status for status, _, _ in told] == [2, 2], told
     dry, fit = (text[text.index("lit-qrl: ") :] for _, _, text in told)
     assert dry == fit
@@ -197,34 +166,33 @@ def test_what_the_engine_refuses_comes_after_the_memory_of_learner_and_sampler(r
     monkeypatch.setattr(VLLMEngine, "check_model", lambda self, network: None)
     monkeypatch.setattr(VLLMEngine, check, refuse)
     for format, bits in (("int4_group", 4.5), ("fp8_row", 8)):
-        status, sizes, text = run("--data.engine", "VLLMEngine", "--publisher.format", format)
+        status, sizes, text = run(f"--data.engine VLLMEngine --publisher.format {format}")
         assert status == 2
         assert text.endswith("lit-qrl: This host is no good.")
         assert "Nothing was loaded" not in text
         assert sizes["gradients"] == 4 * 987_776
         assert sizes["sampler's weights"] < 4 * 987_776 / 32 * bits + 2**20
-    _, _, text = run("--data.engine", "VLLMEngine", "--data.group_size", 1)  # what `fit` would come to first
+    _, _, text = run("--data.engine VLLMEngine --data.group_size 1")  # what `fit` would come to first
     assert text == "A completion ends with '<eos>'. lit-qrl: This host is no good."
 
 
 def test_a_policy_that_the_precision_plugin_cannot_train_is_refused(run):
-    precision, folder = ROOT / "configs" / "precision", Path("packed")
+    precision, folder = f"--config {CONFIGS / 'precision'}", Path("packed")
     quantize_checkpoint(MODEL, folder, formats.get("fp8_tensor"))
-    status, _, text = run("--model.policy.model", folder)
-    assert status == 2
-    assert "holds fp8_tensor codes, which only an adapter can be trained over" in text
-    assert "Add configs/precision/fp8_tensor_lora.yaml" in text
-    assert run("--config", precision / "fp8_tensor_lora.yaml", "--model.policy.model", folder)[0] == 0
-    status, _, text = run("--config", precision / "fp8_row_lora.yaml", "--model.policy.model", folder)
-    assert status == 2
-    assert "holds its weights in fp8_tensor" in text
-    status, _, text = run("--config", precision / "qat_fp8_row.yaml", "--model.policy.lora", "peft.LoraConfig")
-    assert status == 2
-    assert "QATAligned trains the weights themselves" in text
+    packed = f"--model.policy.model {folder}"
+    assert run(f"{precision}/fp8_tensor_lora.yaml", packed)[0] == 0
+    for given, said in (
+        (packed, "holds fp8_tensor codes, which only an adapter can be trained over"),
+        (packed, "Add configs/precision/fp8_tensor_lora.yaml"),
+        (f"{precision}/fp8_row_lora.yaml {packed}", "holds its weights in fp8_tensor"),
+        (f"{precision}/qat_fp8_row.yaml {LORA}", "QATAligned trains the weights themselves"),
+    ):
+        status, _, text = run(given)
+        assert (status, said in text) == (2, True), text
 
 
 def test_a_folder_of_its_own_is_removed_again_and_a_full_disk_is_said(run, monkeypatch):
-    status, _, _ = run("--trainer.default_root_dir", "a/b")
+    status, _, _ = run("--trainer.default_root_dir a/b")
     assert status == 0
     assert not Path("a").exists()
     monkeypatch.setattr(shutil, "disk_usage", lambda path: namedtuple("usage", "free")(20 * 2**20))
@@ -233,7 +201,7 @@ def test_a_folder_of_its_own_is_removed_again_and_a_full_disk_is_said(run, monke
     need = 2 * (sizes["weights"] + sizes["optimizer states"]) / 2**20
     assert f"Expected: {need:.1f} MiB for two of them" in text
     assert "Given: 20.0 MiB free" in text
-    status, _, text = run("--dry_run", "80", "--trainer.accelerator", "gpu", dry=False)  # for another host
+    status, _, text = run("--dry_run 80 --trainer.accelerator gpu", dry=False)  # for another host
     assert status == 0
     assert "On this host: The disk has no room for the run's checkpoints." in text
 
@@ -246,8 +214,8 @@ def test_bits_of_a_packed_base_count_as_bits():
 
 
 def test_routes_of_a_mixture_are_told(run):
-    mixture = ["--model.policy.model", ROOT / "models" / "tiny-moe-countdown", "--publisher.exclude", '["*.experts"]']
-    status, sizes, text = run(*mixture, "--trainer.callbacks+=RouterReplay")
+    mixture = f"--model.policy.model {ROOT / 'models' / 'tiny-moe-countdown'}"
+    status, sizes, text = run(mixture, "--publisher.exclude '[\"*.experts\"]' --trainer.callbacks+=RouterReplay")
     assert status == 0
     assert sizes["routes"] == 32 * 8 * (16 + 16) * 4 * 2  # four layers of two experts, a byte each
     assert "8 bytes a token, 256 sequences of 32 tokens, at most" in text
@@ -258,19 +226,31 @@ def test_masked_diffusion_has_a_cache_only_where_it_keeps_keys_and_values(run):
     assert status == 0, text
     assert sizes["sampler's weights"] > 0
     assert "KV cache" not in sizes
-    assert "KV cache" in run("--data.engine.reuse", "prompt", quickstart="quickstart_diffusion")[1]
+    assert "KV cache" in run("--data.engine.reuse prompt", quickstart="quickstart_diffusion")[1]
 
 
 def test_micro_batches_by_tokens_are_said_with_the_logits_that_they_leave(run):
     _, whole, text = run()
     assert "tokens of a micro-batch." in text
-    status, sizes, text = run("--data.micro_batches", "auto")
+    status, sizes, text = run("--data.micro_batches auto")
     assert status == 0
     assert "tokens of a micro-batch, at most 8192." in text
     assert sizes["logits"] == whole["logits"]  # 256 completions of 12 tokens are fewer
-    _, limited, text = run("--data.micro_batches", "auto", "--data.max_tokens_per_micro_batch", 100)
+    _, limited, text = run("--data.micro_batches auto --data.max_tokens_per_micro_batch 100")
     assert "tokens of a micro-batch, at most 100." in text
     assert limited["logits"] < sizes["logits"]
+
+
+def engine_parts(engine, prompts, device="cpu"):
+    """Return the memory of an engine, by part, that draws eight answers of eight tokens to prompts of sixteen."""
+    shapes = {"up.weight": torch.Size((64, 64)), "norm.weight": torch.Size((64,))}
+    learner = dry.Tensors(shapes, set(shapes), set(), {"up.weight"}, torch.bfloat16)
+    sizes = {"max_prompt_tokens": 16, "max_completion_tokens": 8, "prompts_per_rank": prompts, "group_size": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "hidden_size": 32}
+    config = SimpleNamespace(num_hidden_layers=2, vocab_size=100, **heads)
+    data = SimpleNamespace(engine=engine, **sizes)
+    made = dry.engine_parts(data, SamplerSpec(), learner, config, dry.Target(torch.device(device)))
+    return {part.name: part for part in made}
 
 
 @pytest.mark.parametrize(
@@ -283,37 +263,19 @@ def test_micro_batches_by_tokens_are_said_with_the_logits_that_they_leave(run):
     ],
 )
 def test_recorded_steps_are_told_and_bound_the_rows(device, options, rows):
-    engine = TransformersEngine(cache_gigabytes=1.0, **options)
-    data = SimpleNamespace(
-        engine=engine, max_prompt_tokens=16, max_completion_tokens=8, prompts_per_rank=128, group_size=8
-    )
-    learner = dry.Tensors({"w": torch.Size((4, 4))}, {"w"}, set(), set(), torch.bfloat16)
-    config = SimpleNamespace(
-        num_hidden_layers=2, num_key_value_heads=2, head_dim=8, num_attention_heads=4, hidden_size=32, vocab_size=100
-    )
-    parts = list(dry.engine_parts(data, SamplerSpec(), learner, config, dry.Target(torch.device(device))))
-    sizes = {part.name: part.size for part in parts}
-    assert sizes["KV cache"] == 2 * 2 * 2 * 8 * 2 * 24 * rows
+    parts = engine_parts(TransformersEngine(cache_gigabytes=1.0, **options), 128, device)
+    assert parts["KV cache"].size == 2 * 2 * 2 * 8 * 2 * 24 * rows
     if device == "cuda" and options["cuda_graphs"]:
-        assert sizes["recorded steps"] == rows * 100 * 16
+        assert parts["recorded steps"].size == rows * 100 * 16
     else:
-        assert "recorded steps" not in sizes
+        assert "recorded steps" not in parts
 
 
 def test_of_an_engine_of_several_processes_each_has_its_part():
-    shapes = {"up.weight": torch.Size((64, 64)), "norm.weight": torch.Size((64,))}
-    learner = dry.Tensors(shapes, set(shapes), set(), {"up.weight"}, torch.bfloat16)
-    config = SimpleNamespace(num_key_value_heads=1, head_dim=8, num_hidden_layers=2)
-    sizes = {"max_prompt_tokens": 3, "max_completion_tokens": 5, "prompts_per_rank": 2, "group_size": 4}
-    found = {}
-    for parts in (1, 2):
-        data = SimpleNamespace(engine=VLLMEngine(tensor_parallel_size=parts), **sizes)
-        made = dry.engine_parts(data, SamplerSpec(), learner, config, dry.Target(torch.device("cpu")))
-        found[parts] = {part.name: part for part in made}
-    assert found[1]["sampler's weights"].size == 2 * (64 * 64 + 64)
-    assert found[2]["sampler's weights"].size == 64 * 64 + 64
-    assert found[2]["sampler's weights"].note.endswith(", 1 of 2 parts")
-    assert found[2]["KV cache"] == found[1]["KV cache"]  # half of each token's, of twice as many sequences
+    one, half = (engine_parts(VLLMEngine(tensor_parallel_size=parts), 2) for parts in (1, 2))
+    assert one["sampler's weights"].size == 2 * half["sampler's weights"].size == 2 * (64 * 64 + 64)
+    assert half["sampler's weights"].note.endswith(", 1 of 2 parts")
+    assert half["KV cache"] == one["KV cache"]  # half of each token's, of twice as many sequences
 
 
 @pytest.mark.parametrize(("offload", "gib"), [(False, 1), (False, 100), (True, 1)])
@@ -336,12 +298,12 @@ def test_of_learner_and_engine_in_turns_the_larger_phase_counts():
 
 
 def test_memory_is_judged_for_a_gpu_that_is_not_here(run):
-    vllm = ("--data.engine", "VLLMEngine", "--trainer.accelerator", "gpu", "--trainer.precision", "bf16-true")
-    status, sizes, text = run("--dry_run", "80", *vllm, "--publisher.format", "fp8_row", dry=False)
+    vllm = "--data.engine VLLMEngine --trainer.accelerator gpu --trainer.precision bf16-true"
+    status, sizes, text = run("--dry_run 80", vllm, "--publisher.format fp8_row", dry=False)
     assert (status, sizes["weights"]) == (0, 2 * 987_776), text
     assert "Of the GPU's 80.00 GiB this leaves them 7" in text
     assert text.endswith("The configuration can be run; memory was judged for a GPU of 80 GiB.")
-    status, _, text = run("--dry_run", "0.005", "--trainer.accelerator", "gpu", dry=False)
+    status, _, text = run("--dry_run 0.005 --trainer.accelerator gpu", dry=False)
     assert status == 2
     assert "The run does not fit its GPU. Expected: at most 5.1 MiB" in text
     assert "more than the GPU's 5.1 MiB" in text
@@ -353,16 +315,13 @@ ALIGNED = plugin("QATAligned", weights="fp8_row")
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--trainer.precision", "bf16-true"], "off, the learner does not compute in a format that quantizes"),
-        (
-            [*ALIGNED, "--model.policy.dtype", "bf16"],
-            "cannot be had, This model was not seen to compute alike in vLLM and in the learner (norms over",
-        ),
-        ([*ALIGNED, "--data.engine.same_kernels", "true"], "on, as it is set"),
+        ("--trainer.precision bf16-true", "off, the learner does not compute in a format that quantizes"),
+        (f"{ALIGNED} --model.policy.dtype bf16", "cannot be had, This model was not seen to compute alike in vLLM and"),
+        (f"{ALIGNED} --data.engine.same_kernels true", "on, as it is set"),
     ],
 )
 def test_what_same_kernels_will_do_is_told_without_a_gpu(run, options, told):
-    status, _, text = run("--data.engine", "VLLMEngine", *options, "--dry_run", "80", dry=False)
+    status, _, text = run("--data.engine VLLMEngine", options, "--dry_run 80", dry=False)
     assert status == 0, text
     assert f"data.engine.same_kernels: {told}" in text
 

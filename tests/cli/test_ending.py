@@ -1,67 +1,42 @@
 """A command's end leaves weights and states where they are, and tears down the rest."""
 
+from contextlib import nullcontext
+
 import pytest
-import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.strategies import strategy as strategies
 
 from lit_qrl.cli.training import leave_in_place
+from tests.callbacks import tiny_loop
 
 
-class Module(LightningModule):
-    """One weight with AdamW; it knows when it is asked to go to the host."""
+class Module(tiny_loop.Module):
+    """Knows when it is asked to go to the host."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.asked = torch.nn.Linear(1, 1), 0
+    asked = 0
 
-    def cpu(self) -> "Module":
+    def cpu(self):
         self.asked += 1
         return super().cpu()
 
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters())
 
-    def training_step(self, batch, _):
-        if batch[0].item() < 0:
-            raise ValueError("stopped")
-        return self.linear(batch[0]).mean()
-
-
-class Closed(TorchCheckpointIO):
-    """Knows that it was torn down."""
-
-    closed = False
-
-    def teardown(self) -> None:
-        self.closed = True
-
-
-@pytest.mark.parametrize("number", [1.0, -1.0])
+@pytest.mark.parametrize("error", [None, ValueError("stopped")])
 @pytest.mark.parametrize("left", [True, False])
-def test_neither_module_nor_states_go_to_the_host(tmp_path, monkeypatch, number, left):
-    moved, module, closed = [], Module(), Closed()
-    assert isinstance(closed, CheckpointIO)
+def test_neither_module_nor_states_go_to_the_host(tmp_path, monkeypatch, error, left):
+    moved, closed, module, files = [], [], Module(0, error) if error else Module(), TorchCheckpointIO()
     real = strategies._optimizers_to_device
     monkeypatch.setattr(
         strategies, "_optimizers_to_device", lambda held, device: (moved.append(len(held)), real(held, device))
     )
-    options = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = Trainer(
-        default_root_dir=tmp_path, accelerator="cpu", max_steps=1, logger=False, plugins=[closed], **options
-    )
+    monkeypatch.setattr(files, "teardown", lambda: closed.append(True))
+    trainer = tiny_loop.trainer_of(tmp_path, [], 1, logger=False, plugins=[files], enable_progress_bar=False)
     if left:
         leave_in_place(trainer.strategy)
-    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.tensor([[number]])))
-    if number < 0:
-        with pytest.raises(ValueError, match="stopped"):
-            trainer.fit(module, data)
-    else:
-        trainer.fit(module, data)
+    with pytest.raises(ValueError, match="stopped") if error else nullcontext():
+        trainer.fit(module)
     assert module.asked == (0 if left else 1)
     assert moved[-1] == (0 if left else 1)
     assert len(trainer.optimizers) == 1  # a shortage of memory is told with what they hold
-    assert closed.closed
+    assert closed
     module.cpu()
     assert module.asked == (1 if left else 2)

@@ -17,24 +17,27 @@ from lit_qrl.cli.main import main as lit_qrl
 from lit_qrl.cli.parser import run as called
 from lit_qrl.errors import ConfigError
 from lit_qrl.network.folder import FolderReader, write_plain
-from lit_qrl.policy import DTYPES, CausalPolicy
+from lit_qrl.policy import DTYPES
 from lit_qrl.precision import PackedLoRA
 from lit_qrl.quantize import quantize_checkpoint
 from lit_qrl.run.checkpoint_files import take_parts, write_parts
 from tests.families.configs import BY_TYPE
 from tests.families.configs import model_folder as family_folder
-from tests.tiny_run import command, model_folder, without_plots
+from tests.tiny_run import command, configured, model_folder, without_plots
 from tests.two_processes import one_process
 
-LORA = {"class_path": "peft.LoraConfig", "init_args": {"r": 4, "target_modules": "all-linear"}}
+LORA = [f"--model.policy.lora{part}" for part in ("=peft.LoraConfig", ".r=4", ".target_modules=all-linear")]
 OPTIONS = {"packed": (), "packed_folder": ("--group_size", "32")}
-PACKED = {"class_path": "NVFP4LoRA", "init_args": {"format": "nvfp4"}}
 
 
-def train(folder: Path, *args: str) -> Path:
+def plugin(name, **options):
+    return ["--trainer.plugins", json.dumps([{"class_path": name, "init_args": options}])]
+
+
+def train(folder: Path, *args: str, base: Path | None = None) -> Path:
     """Return the run folder of one real iteration at a rate that moves every weight."""
     with without_plots():
-        lit_qrl(command(folder, model_folder(folder / "model"), *args))
+        lit_qrl(command(folder, str(base or model_folder(folder / "model")), *args))
     return folder / "run"
 
 
@@ -45,14 +48,20 @@ def full(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def lora(tmp_path_factory):
-    return train(tmp_path_factory.mktemp("lora"), "--model.policy.lora", json.dumps(LORA))
+    return train(tmp_path_factory.mktemp("lora"), *LORA)
 
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("packed")
-    arguments = ["--model.policy.lora", json.dumps(LORA), "--trainer.plugins", json.dumps([PACKED])]
-    return train(folder, *arguments)
+    return train(tmp_path_factory.mktemp("packed"), *LORA, *plugin("NVFP4LoRA", format="nvfp4"))
+
+
+@pytest.fixture(scope="module")
+def packed_folder(tmp_path_factory):
+    """Return a run over a quantized folder, in which the base has no plain weights."""
+    folder = tmp_path_factory.mktemp("packed_folder")
+    quantize_checkpoint(Path(model_folder(folder / "plain")), folder / "base", formats.get("int4_group", group_size=32))
+    return train(folder, *LORA, *plugin("PackedLoRA", format="int4_group:group_size=32"), base=folder / "base")
 
 
 def saved(run):
@@ -172,23 +181,9 @@ def test_an_adapter_alone_is_a_peft_folder(which, request, tmp_path):
         assert torch.equal(loaded[name.removeprefix("policy.model.")], state[name])
 
 
-@pytest.fixture(scope="module")
-def packed_folder(tmp_path_factory):
-    """Return a run over a quantized folder, in which the base has no plain weights."""
-    folder = tmp_path_factory.mktemp("packed_folder")
-    base = folder / "base"
-    quantize_checkpoint(Path(model_folder(folder / "plain")), base, formats.get("int4_group", group_size=32))
-    plugin = {"class_path": "PackedLoRA", "init_args": {"format": "int4_group:group_size=32"}}
-    arguments = ["--model.policy.lora", json.dumps(LORA), "--trainer.plugins", json.dumps([plugin])]
-    with without_plots():
-        lit_qrl(command(folder, str(base), *arguments))
-    return folder / "run"
-
-
 def learner_of(run, model, plugin):
     """Return the network of a run's learner, made without what `export` restores."""
-    policy = CausalPolicy(str(model), lora=LoraConfig(r=4, target_modules="all-linear"))
-    policy.configure()
+    policy = configured(model, lora=LoraConfig(r=4, target_modules="all-linear"))
     plugin.configure_policy(policy)
     state = {name.removeprefix("policy."): tensor for name, tensor in saved(run).items()}
     assert not policy.load_state_dict(state, strict=False).unexpected_keys
@@ -260,8 +255,7 @@ def test_a_format_that_libraries_multiply_out_in_bf16_has_everything_else_in_bf1
 
 
 def test_a_run_in_low_precision_is_exported_as_it_computed(tmp_path, capsys):
-    plugin = {"class_path": "QATAligned", "init_args": {"weights": "fp8_row", "exclude": ["*.down_proj"]}}
-    run = train(tmp_path, "--trainer.plugins", json.dumps([plugin]))
+    run = train(tmp_path, *plugin("QATAligned", weights="fp8_row", exclude=["*.down_proj"]))
     export(run, output=tmp_path / "out")
     assert "as the learner computed" in capsys.readouterr().out
     tensors, weights = load_file(tmp_path / "out" / "model.safetensors"), saved(run)
@@ -277,8 +271,7 @@ def test_a_run_in_low_precision_is_exported_as_it_computed(tmp_path, capsys):
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "gpt_oss"])
 def test_experts_are_written_as_checkpoints_hold_them(kind, tmp_path):
     source = Path(family_folder(BY_TYPE[kind], tmp_path / "model"))
-    policy = CausalPolicy(str(source), dtype="fp32")
-    policy.configure()
+    policy = configured(source, dtype="fp32")
     (tmp_path / "out").mkdir()
     write_plain(policy, tmp_path / "out", None, 2**30)
     before, after = FolderReader(source), FolderReader(tmp_path / "out")

@@ -10,7 +10,7 @@ import pytest
 
 from lit_qrl import __version__
 from lit_qrl.cli.main import COMMANDS, TRAINING, fail, main, overview, uncollected
-from lit_qrl.errors import ConfigError, StoppedError
+from tests.command_line import status_of
 
 
 def printed(capsys, *args):
@@ -34,9 +34,7 @@ def test_version(capsys):
     ("word", "meant"), [("fitt", "fit"), ("audits", "audit"), ("quantise", "quantize"), ("validat", "validate")]
 )
 def test_an_unknown_command_is_one_paragraph_and_status_2(word, meant, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main([word])
-    assert stop.value.code == 2
+    assert status_of([word]) == 2
     text = " ".join(capsys.readouterr().err.split())
     assert text == f"lit-qrl: '{word}' is not a command of lit-qrl. Did you mean '{meant}'?"
 
@@ -77,18 +75,6 @@ def test_garbage_is_looked_for_again_after_the_imports():
         gc.callbacks.pop()
 
 
-@pytest.mark.parametrize(("error", "status"), [(ConfigError("A key is wrong."), 2), (StoppedError("It broke."), 70)])
-def test_each_kind_of_end_has_a_status_and_no_traceback(error, status, monkeypatch, capsys):
-    def ended(args):
-        raise error
-
-    monkeypatch.setattr("lit_qrl.cli.main.run_training", ended)
-    with pytest.raises(SystemExit) as stop:
-        main(["fit"])
-    assert stop.value.code == status
-    assert capsys.readouterr().err == f"\nlit-qrl: {error}\n\n"
-
-
 def test_a_bug_keeps_its_traceback(monkeypatch):
     def broken(args):
         raise RuntimeError("a bug")
@@ -103,8 +89,7 @@ def test_the_working_directory_comes_last_and_its_modules_are_found(tmp_path, mo
     (tmp_path / "my_own_rewards.py").write_text("ANSWER = 42\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    with pytest.raises(SystemExit):
-        main(["nosuch"])
+    assert status_of(["nosuch"]) == 2
     assert sys.path[-1] == str(tmp_path)
     assert not PathFinder.find_spec("torch").origin.startswith(str(tmp_path))
     assert importlib.import_module("my_own_rewards").ANSWER == 42

@@ -41,7 +41,8 @@ def test_group_size_and_exclude_reach_the_format(model, tmp_path):
     "changed, match",
     [
         ({"format": "nvfp5"}, "no such number format.*nvfp4"),
-        ({"format": "bf16"}, "no weight-only format"),
+        ({"format": "bf16"}, r"no weight-only format.*fp8_row.*nvfp4.*Given: bf16"),
+        ({"format": "int4_group:activations=fp8"}, "activations=fp8"),
         ({"group_size": 32}, "no option 'group_size'"),
         ({"model_folder": "./nowhere"}, "model folder does not exist"),
         ({"shard_gib": 0}, "--shard_gib is too small"),

@@ -3,10 +3,7 @@ import json
 import pytest
 from jsonargparse import Namespace
 
-from lit_qrl.cli import parser as reward_functions
-from lit_qrl.cli.parser import CLASS_PATH, in_object, in_words
-from lit_qrl.errors import ConfigError
-from lit_qrl.rewards.function import FunctionReward
+from lit_qrl.cli.parser import CLASS_PATH, FunctionError, in_object, in_words
 
 HERE = "tests.cli.test_reward_functions"
 
@@ -53,13 +50,5 @@ def test_words_of_the_command_line():
 def test_a_module_that_raises_is_named_when_the_reward_is_built(tmp_path, monkeypatch):
     (tmp_path / "raises_at_import.py").write_text("1 / 0\n")
     monkeypatch.syspath_prepend(tmp_path)
-    values = {"rewards": ["raises_at_import.score"]}
-    in_object(values)
-    with pytest.raises(ConfigError, match=r"'raises_at_import.score' cannot be imported: ZeroDivisionError"):
-        FunctionReward(**values["rewards"][0]["init_args"])
-
-
-def test_the_path_is_that_of_the_class():
-    from lit_qrl.rewards.function import FunctionReward
-
-    assert f"{FunctionReward.__module__}.{FunctionReward.__name__}" == reward_functions.CLASS_PATH
+    with pytest.raises(FunctionError, match=r"'raises_at_import'.*ZeroDivisionError"):
+        in_object({"rewards": ["raises_at_import.score"]})

@@ -9,7 +9,6 @@ from jsonargparse import ArgumentParser
 from lit_qrl import rewards
 from lit_qrl.data import tasks
 from lit_qrl.data.benchmark import Benchmark, evaluation_sets
-from lit_qrl.rewards.base import Sample
 from tests.rewards.datasets import DATA
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "task"
@@ -83,7 +82,7 @@ def test_the_sets_are_drawn_as_the_paper_says(paper):
     [one for paper in PAPERS for one in content(paper)["benchmarks"] if one["name"] != "sudoku"],
     ids=lambda entry: entry["name"],
 )
-def test_rows_of_a_set_are_read_and_their_gold_answers_are_right(entry):
+def test_rows_of_a_set_are_read(entry):
     file, columns = FILES.get(entry["name"], (entry["name"], {}))
     arguments = {key: value for key, value in entry["task"]["init_args"].items() if key not in ("subset", "path")}
     task = tasks.DatasetTask(str(DATA / f"{file}.jsonl"), **{**arguments, **columns})
@@ -92,8 +91,3 @@ def test_rows_of_a_set_are_read_and_their_gold_answers_are_right(entry):
     assert len(rows) >= 15
     assert list(task.train_rows()) == []
     assert task.prompt(rows[0])[-1]["content"].endswith(arguments["prompt_suffix"])
-    # Minerva's differential equations take longer than a run waits; tests/rewards/math has them, with time.
-    if isinstance(task.reference(rows[0]), str) and entry["name"] != "minerva_math":
-        samples = [Sample("", f"So \\boxed{{{task.reference(row)}}}", task.reference(row), row) for row in rows[:15]]
-        assert all(task.is_correct(samples))
-    task.close()

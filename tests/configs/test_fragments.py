@@ -3,13 +3,10 @@
 from itertools import permutations
 from pathlib import Path
 
-import pytest
-import yaml
 from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback
 
 from lit_qrl import callbacks, objective
-from lit_qrl.loop.correction import check_combination
 from lit_qrl.objective import DAPO, DrGRPO, Objective
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -66,12 +63,3 @@ def test_fragments_restate_the_defaults_of_their_class():
     assert (kind, values) == (DAPO, attributes(DAPO()))
     kind, values = settings(CONFIGS / "objective" / "dr_grpo.yaml")
     assert (kind, values) == (DrGRPO, attributes(DrGRPO()))
-
-
-@pytest.mark.parametrize("path", CORRECTIONS, ids=lambda path: path.stem)
-def test_corrections_replace_the_list(path):
-    for other in CORRECTIONS:
-        names = [type(callback).__name__ for callback in built(other, path).trainer.callbacks]
-        wanted = yaml.safe_load(path.read_text())["trainer"]["callbacks"]
-        assert names == [entry["class_path"] for entry in wanted]
-        check_combination(built(other, path).trainer.callbacks)

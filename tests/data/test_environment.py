@@ -14,12 +14,6 @@ from lit_qrl.types import Completion, Episode
 from tests.loop.test_turns import Echo
 
 
-@pytest.mark.parametrize("limit", ["max_turns", "time_limit", "max_message_tokens"])
-def test_limits_are_positive(limit):
-    with pytest.raises(ConfigError, match=f"Echo's {limit} is too small"):
-        Echo(**{limit: 0})
-
-
 def test_a_conversation_is_solved_from_a_score_on():
     played = [Episode(score=score, ended="done", turns=1) for score in (0.4, 0.5, None)]
     samples = [Sample("", "", episode=one) for one in (*played, None)]

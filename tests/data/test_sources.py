@@ -66,20 +66,17 @@ def test_folders_of_files_and_saved_data_sets(tmp_path):
 def test_a_missing_file_names_the_nearest(tmp_path):
     (tmp_path / "data").mkdir()
     write_jsonl(tmp_path / "data" / "train.jsonl")
-    with pytest.raises(ConfigError, match=r"'data/trian.jsonl' does not exist.*Did you mean 'data/train.jsonl'"):
-        read_rows("data/trian.jsonl")
-    with pytest.raises(ConfigError, match=r"does not exist.*data has no file of such a name"):
-        read_rows("data/zzz.csv")
-    with pytest.raises(ConfigError, match=r"does not exist.*/dta does not exist either"):
-        read_rows("dta/train.jsonl")
-    with pytest.raises(ConfigError, match="does not exist"):
-        read_rows("data/train")
-    with pytest.raises(ConfigError, match="does not exist"):
-        read_rows(str(tmp_path / "nothing"))
-    with pytest.raises(ConfigError, match=r"'no-such/data-set' \(split 'train'\) cannot be loaded.*without a network"):
-        read_rows("no-such/data-set")
-    with pytest.raises(ConfigError, match="is no data set"):
-        read_rows("what is this?")
+    for given, said in (
+        ("data/trian.jsonl", r"'data/trian.jsonl' does not exist.*Did you mean 'data/train.jsonl'"),
+        ("data/zzz.csv", r"does not exist.*data has no file of such a name"),
+        ("dta/train.jsonl", r"does not exist.*/dta does not exist either"),
+        ("data/train", "does not exist"),
+        (str(tmp_path / "nothing"), "does not exist"),
+        ("no-such/data-set", r"'no-such/data-set' \(split 'train'\) cannot be loaded.*without a network"),
+        ("what is this?", "is no data set"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            read_rows(given)
 
 
 @pytest.mark.parametrize(

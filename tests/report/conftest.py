@@ -2,7 +2,6 @@
 
 import csv
 import json
-import math
 import random
 from pathlib import Path
 
@@ -10,107 +9,57 @@ import pytest
 
 from lit_qrl.functional.diagnostics import QUADRANTS
 
+EVALUATED = {"val/accuracy": 0.5, "val/greedy_pass@1": 0.55, "val/pass@4": 0.7}
+LOGGED = {
+    "reward/mean": 0.5, "reward/std": 0.4, "reward/countdown": 0.5, "reward/format": 0.7,
+    "mismatch/kl_k1": 0.001, "mismatch/kl_k3": 0.002, "mismatch/abs_log_ratio": 0.006, "mismatch/abs_prob_diff": 0.014,
+    "mismatch/ess_ratio": 0.7, **{f"mismatch/share_{name}": 0.25 for name in QUADRANTS},
+    "update/entropy": 0.5, "update/clip_fraction_low": 0.01, "update/clip_fraction_high": 0.02, "update/kl": 6e-4,
+    "update/loss": -0.01, "update/grad_norm": 0.3,
+    "rollout/length": 15.0, "rollout/tokens_per_second": 8e3, "rollout/stopped": 0.7,
+    "time/rollout": 0.5, "time/score": 0.12, "time/update": 0.3, "time/publish": 0.04, "time/iteration": 1.5,
+    "publish/version": 1, "publish/bytes": 1e6,
+}  # fmt: skip
+CORRECTED = {f"correction/{name}": 0.5 for name in ("alpha", "reliability", "necessity", "variance_penalty")}
 
-def write_run(
-    folder: Path,
-    iterations: int = 12,
-    seed: int = 0,
-    correction: str = "AIS",
-    drift: float = 1.0,
-    status: str = "finish",
-) -> Path:
+
+def write_run(folder: Path, iterations=12, seed=0, correction="AIS", status="finish") -> Path:
     rng = random.Random(seed)
-    folder.mkdir(parents=True, exist_ok=True)
-    rows = [{"epoch": 0, "step": 0, "val/accuracy": 0.36, "val/greedy_pass@1": 0.41, "val/pass@4": 0.62}]
-    samples = []
+    logged = {**LOGGED, **(CORRECTED if correction == "AIS" else {})}
+
+    def row(epoch, step, levels):
+        return {"epoch": epoch, "step": step, **{name: rng.uniform(0.8, 1.3) * level for name, level in levels.items()}}
+
+    rows = [row(0, 0, EVALUATED)]
     for epoch in range(iterations):
-        x = (epoch + 1) / iterations
-        skill = 0.36 + 0.42 * (1 - math.exp(-2.5 * x))
-        kl = drift * (0.0012 + 0.004 * x**2) * rng.uniform(0.8, 1.25)
-        usual = {"rollout": 0.5, "score": 0.12, "update": 0.3, "publish": 0.04}
-        seconds = {phase: time * rng.uniform(0.9, 1.2) for phase, time in usual.items()}
-        step = 2 * epoch + 1
+        rows.append(row(epoch, 2 * epoch + 1, logged))
         if (epoch + 1) % max(iterations // 10, 1) == 0:
-            seconds["evaluate"] = 0.8
-            accuracies = {"val/accuracy": skill + rng.gauss(0, 0.012), "val/greedy_pass@1": skill + 0.05}
-            rows.append({"epoch": epoch, "step": step, **accuracies, "val/pass@4": min(skill + 0.22, 1)})
-        alpha = min(1.0, 25 * kl) * 0.95
-        row = {
-            "epoch": epoch,
-            "step": step,
-            "reward/mean": skill + rng.gauss(0, 0.03),
-            "reward/std": math.sqrt(skill * (1 - skill)),
-            "reward/countdown": skill + rng.gauss(0, 0.03),
-            "reward/format": 0.97 + 0.02 * x,
-            "mismatch/kl_k1": kl + rng.gauss(0, 0.0006),
-            "mismatch/kl_k3": kl,
-            "mismatch/abs_log_ratio": 3 * kl,
-            **{f"mismatch/share_{name}": 0.25 for name in QUADRANTS},
-            "mismatch/abs_prob_diff": 0.01 + 2.2 * kl,
-            "mismatch/ess_ratio": max(1 - 18 * kl, 0.2),
-            "update/entropy": 0.9 * math.exp(-1.6 * x) + 0.08,
-            "update/clip_fraction_low": 0.01 * x * rng.random(),
-            "update/clip_fraction_high": 0.02 * x * rng.random(),
-            "update/kl": 0.0006 * rng.uniform(0.6, 1.4),
-            "update/loss": rng.gauss(-0.01, 0.02),
-            "update/grad_norm": rng.uniform(0.2, 0.5),
-            "rollout/length": 14 + 3 * x + rng.gauss(0, 0.4),
-            "rollout/tokens_per_second": rng.uniform(7800, 9000),
-            "rollout/stopped": 0.99,
-            **{f"time/{phase}": value for phase, value in seconds.items()},
-            "time/iteration": sum(seconds.values()),
-            "publish/version": epoch,
-            "publish/bytes": 1.1e6,
-        }
-        if correction == "AIS":
-            row |= {
-                "correction/alpha": alpha,
-                "correction/reliability": 1 - 6 * kl,
-                "correction/necessity": min(1.0, 25 * kl),
-                "correction/variance_penalty": max(0.0, rng.gauss(0, 0.02)),
-            }
-        rows.append(row)
-        for _ in range(3):
-            right = rng.random() < skill
-            first, second, third = (rng.randint(1, 50) for _ in range(3))
-            texts = {"prompt": f"{first} {second} {third} = 42", "completion": f"({first} + {second}) * {third}"}
-            scores = {"reward": float(right), "parts": {"countdown": float(right), "format": 1.0}, "correct": right}
-            samples.append({"iteration": epoch + 1, "version": epoch, **texts, **scores})
-    columns = ["epoch", "step", *sorted({name for row in rows for name in row} - {"epoch", "step"})]
+            rows.append(row(epoch, 2 * epoch + 1, {**EVALUATED, "time/evaluate": 0.8}))
+    folder.mkdir(parents=True, exist_ok=True)
     with (folder / "metrics.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer = csv.DictWriter(file, ["epoch", "step", *logged, *EVALUATED, "time/evaluate"], lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-    (folder / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
-    start, half = 1_760_000_000.0, max(iterations // 2, 1)
-    began = {
-        "corrections": [] if correction == "none" else [correction],
-        "format": "fp8_tensor",
-        "device": "2 CPU threads",
-    }
+    sample = {"prompt": "1 2 3 = 42", "completion": "(1 + 2) * 3", "reward": 1.0, "parts": {"format": 1.0}}
+    samples = [{"iteration": 1 + i // 3, "version": i // 3, **sample, "correct": True} for i in range(3 * iterations)]
+    corrections = [] if correction == "none" else [correction]
+    began = {"corrections": corrections, "format": "fp8_tensor", "device": "2 CPU threads", "message": "It started."}
     events = [
-        {"time": start, "iteration": 0, "kind": "start", "message": "Training started.", **began},
-        {
-            "time": start + 20,
-            "iteration": half,
-            "kind": "mismatch",
-            "message": "the ESS ratio 0.9021 is under a floor.",
-        },
-        {"time": start + iterations * 1.1, "iteration": iterations, "kind": status, "message": "Training ended."},
+        {"time": 1.76e9, "iteration": 0, "kind": "start", **began},
+        {"time": 1.76e9 + 20, "iteration": 1, "kind": "mismatch", "message": "the ESS ratio 0.9021 is under a floor."},
+        {"time": 1.76e9 + 40, "iteration": iterations, "kind": status, "message": "Training ended."},
     ]
-    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    for name, records in (("samples", samples), ("events", events)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     parts = [f"self_attn.{part}_proj" for part in "qkvo"] + [f"mlp.{part}_proj" for part in ("gate", "up", "down")]
     layers = {f"model.layers.{i}.{part}.weight": "fp8_tensor" for i in range(4) for part in parts}
     layers |= {"model.embed_tokens.weight": "bf16", "model.norm.weight": "bf16"}
     (folder / "publish.json").write_text(json.dumps({"version": iterations - 1, "layers": layers}))
-    callbacks = [] if correction == "none" else [{"class_path": f"lit_qrl.callbacks.{correction}"}]
-    policy = {"class_path": "CausalPolicy", "init_args": {"model": "models/tiny-countdown"}}
     config = {
         "seed_everything": 0,
-        "model": {"policy": policy},
+        "model": {"policy": {"class_path": "CausalPolicy", "init_args": {"model": "models/tiny-countdown"}}},
         "data": {"task": {"class_path": "lit_qrl.data.Countdown"}, "group_size": 8},
-        "publisher": {"format": "fp8_tensor"},
-        "trainer": {"max_epochs": iterations, "callbacks": callbacks},
+        "trainer": {"max_epochs": iterations, "callbacks": [{"class_path": name} for name in corrections]},
     }
     (folder / "config.yaml").write_text(json.dumps(config, indent=1))
     return folder

@@ -3,17 +3,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from lit_qrl.report.page import (
-    CHARACTERS_SHOWN,
-    PAGE_CHARACTERS,
-    STAGES,
-    Section,
-    fitting,
-    pieces_of,
-    samples_section,
-    stages_of,
-    write,
-)
+from lit_qrl.report import page as pages
 from lit_qrl.report.run import Run
 
 HOSTILE = "</pre><script>alert(1)</script>\"'&amp;<img src=x onerror=alert(2)>"
@@ -54,9 +44,9 @@ class Samples(HTMLParser):
 
 def page_of(folder, samples):
     (folder / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
-    section = samples_section(Run(folder))
-    assert isinstance(section, Section)
-    return write(folder, "t", "s", [section]).read_text()
+    section = pages.samples_section(Run(folder))
+    assert isinstance(section, pages.Section)
+    return pages.write(folder, "t", "s", [section]).read_text()
 
 
 def test_tokens_are_coloured_by_their_log_ratio_and_turns_are_told_apart(tmp_path):
@@ -119,7 +109,7 @@ def test_a_long_run_keeps_its_page_small_and_says_so(tmp_path):
     long = {"prompt": "p" * 400, "completion": "abc " * 2000, "token_lengths": [4] * 2000, "log_ratio": [0.3] * 2000}
     samples = [{"iteration": 1 + i // 4, **long} for i in range(400)]
     html = page_of(tmp_path, samples)
-    assert len(html) < 3 * PAGE_CHARACTERS
+    assert len(html) < 3 * pages.PAGE_CHARACTERS
     iterations = [int(a["data-iteration"]) for tag, a in Samples(html).tags if tag == "details"]
     assert iterations[-1] == 100
     assert f"{len(iterations)} of 100 iterations" in html
@@ -127,13 +117,14 @@ def test_a_long_run_keeps_its_page_small_and_says_so(tmp_path):
 
 def test_long_completions_are_cut_behind_their_coloured_tokens():
     sample = {"completion": "x" * 9000, "token_lengths": [1] * 9000, "log_ratio": [0.0] * 9000}
-    assert "".join(piece["text"] for piece in pieces_of(sample)) == "x" * CHARACTERS_SHOWN + " … (3000 more characters)"
+    shown = "".join(piece["text"] for piece in pages.pieces_of(sample))
+    assert shown == "x" * pages.CHARACTERS_SHOWN + " … (3000 more characters)"
 
 
 @pytest.mark.parametrize("room", range(0, 60, 7))
 def test_what_fits_is_as_much_as_any_even_choice(room):
     keys, sizes = list(range(10)), [5, 1, 1, 8, 1, 2, 3, 1, 1, 4]
-    chosen = fitting(keys, sizes, room)
+    chosen = pages.fitting(keys, sizes, room)
     assert chosen[-1] == 9
     assert len(chosen) == 1 or (chosen[0] == 0 and sum(sizes[i] for i in chosen) <= room)
     assert chosen == sorted(set(chosen))
@@ -141,10 +132,10 @@ def test_what_fits_is_as_much_as_any_even_choice(room):
 
 def test_the_order_of_unmasking_is_shown_in_a_few_stages():
     sample = {"completion": "12\n34", "token_lengths": [1, 1, 1, 1, 1], "unmasked_at": [0, 3, 1, 1, 3]}
-    assert stages_of(sample) == [(1, "1·\n··"), (2, "1·\n3·"), (4, "12\n34")]
+    assert pages.stages_of(sample) == [(1, "1·\n··"), (2, "1·\n3·"), (4, "12\n34")]
     long = {"completion": "x" * 40, "token_lengths": [1] * 40, "unmasked_at": list(range(40))}
-    stages = stages_of(long)
-    assert len(stages) == STAGES
+    stages = pages.stages_of(long)
+    assert len(stages) == pages.STAGES
     assert stages[0] == (1, "x" + "·" * 39)
     assert stages[-1] == (40, "x" * 40)
 
@@ -152,4 +143,4 @@ def test_the_order_of_unmasking_is_shown_in_a_few_stages():
 @pytest.mark.parametrize("unmasked_at", [None, [], [0], "ab", [-1, -1], [None, "x"]])
 def test_samples_without_an_order_show_none(unmasked_at):
     sample = {"completion": "ab", "token_lengths": [1, 1]}
-    assert stages_of(sample if unmasked_at is None else {**sample, "unmasked_at": unmasked_at}) == []
+    assert pages.stages_of(sample if unmasked_at is None else {**sample, "unmasked_at": unmasked_at}) == []

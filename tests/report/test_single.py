@@ -38,12 +38,6 @@ def read(index):
     return html, "\n".join(parser.text)
 
 
-@pytest.fixture
-def without_plots(monkeypatch):
-    """Skip the slow part where a test is about the rest of the page."""
-    monkeypatch.setattr("lit_qrl.report.single.draw", lambda *args: b"PNG")
-
-
 def test_the_page_of_a_whole_run(make_run):
     folder = make_run()
     index = render(folder)
@@ -53,6 +47,8 @@ def test_the_page_of_a_whole_run(make_run):
     assert "fp8_tensor" in text
     assert "AIS" in text
     assert "models/tiny-countdown · Countdown · 2 CPU threads" in text
+    assert "model.layers.*.mlp.up_proj.weight" in text
+    assert "28 × fp8_tensor, 2 × bf16" in text
     assert "– – –" not in text  # of what has no interval
     assert not re.search(r"(?:src|href)=['\"](?!data:|#)", html)
     names = {path.name for path in index.parent.iterdir()}
@@ -62,7 +58,7 @@ def test_the_page_of_a_whole_run(make_run):
     }
 
 
-def test_tiles_tell_the_numbers_of_the_run(make_run, without_plots):
+def test_tiles_tell_the_numbers_of_the_run(make_run, quick_plots):
     folder = make_run(iterations=12)
     run = Run(folder)
     _, text = read(render(folder))
@@ -75,11 +71,7 @@ def test_tiles_tell_the_numbers_of_the_run(make_run, without_plots):
     assert f"at iteration {ess.iterations[ess.values.index(min(ess.values))]}" in text
 
 
-def test_it_is_written_where_asked(make_run, tmp_path, without_plots):
-    assert render(make_run(iterations=1), tmp_path / "deep" / "page") == tmp_path / "deep" / "page" / "index.html"
-
-
-def test_what_a_policy_writes_is_only_text(make_run, without_plots):
+def test_what_a_policy_writes_is_only_text(make_run, quick_plots):
     folder = make_run(iterations=1)
     hostile = "</pre><script>alert(1)</script><img src=x onerror=alert(1)>'\"&amp;"
     sample = {"iteration": 1, "version": hostile, "prompt": hostile, "completion": hostile, "reward": hostile}
@@ -118,7 +110,7 @@ def test_a_missing_folder_is_named(tmp_path):
         render(tmp_path / "nowhere")
 
 
-def test_long_completions_and_many_events_are_shortened(make_run, without_plots):
+def test_long_completions_and_many_events_are_shortened_where_the_page_is_asked_for(make_run, tmp_path, quick_plots):
     folder = make_run(iterations=1)
     with (folder / "samples.jsonl").open("w") as file:
         file.write(json.dumps({"iteration": 1, "prompt": "p", "completion": "x" * 50_000, "reward": 1}) + "\n")
@@ -126,7 +118,9 @@ def test_long_completions_and_many_events_are_shortened(make_run, without_plots)
         file.writelines(
             json.dumps({"kind": "guard", "message": f"event {i}", "iteration": 1}) + "\n" for i in range(500)
         )
-    _, text = read(render(folder))
+    index = render(folder, tmp_path / "deep" / "page")
+    assert index == tmp_path / "deep" / "page" / "index.html"
+    _, text = read(index)
     assert max(len(run) for run in re.findall("x+", text)) == CHARACTERS_SHOWN
     assert "44000 more characters" in text
     assert "event 499" in text
@@ -144,12 +138,6 @@ def test_the_change_of_accuracy(tmp_path):
     assert accuracy_change(Run(tmp_path).accuracy) == ("–", "", "")
 
 
-def test_layers_are_grouped_by_block(make_run, without_plots):
-    _, text = read(render(make_run(iterations=1)))
-    assert "model.layers.*.mlp.up_proj.weight" in text
-    assert "28 × fp8_tensor, 2 × bf16" in text
-
-
 def test_the_last_evaluation_is_a_table_with_intervals(tmp_path):
     names = [f"val/math/pass@1{bound}" for bound in ("", "_ci_low", "_ci_high")]
     (tmp_path / "metrics.csv").write_text(f"epoch,step,{','.join(names)}\n0,0,0.125,0.1,0.2\n4,4,0.5,0.375,0.625\n")
@@ -159,7 +147,7 @@ def test_the_last_evaluation_is_a_table_with_intervals(tmp_path):
         assert text in table, text
 
 
-def test_the_shares_of_weights_are_tiles(make_run, without_plots):
+def test_the_shares_of_weights_are_tiles(make_run, quick_plots):
     folder = make_run(iterations=1)
     receipts = json.loads((folder / "publish.json").read_text())
     (folder / "publish.json").write_text(json.dumps({**receipts, "quantized_share": 0.9876, "verified_share": 1.0}))
@@ -169,14 +157,14 @@ def test_the_shares_of_weights_are_tiles(make_run, without_plots):
 
 
 @pytest.mark.parametrize("missing", ["samples.jsonl", "events.jsonl", "publish.json", "config.yaml", "metrics.csv"])
-def test_a_run_without_one_of_its_files_has_a_page(make_run, without_plots, missing):
+def test_a_run_without_one_of_its_files_has_a_page(make_run, quick_plots, missing):
     folder = make_run(iterations=2)
     (folder / missing).unlink()
     html, _ = read(render(folder))
     assert ('id="samples"' in html) == (missing != "samples.jsonl")
 
 
-def test_a_run_of_an_older_version_has_a_page(tmp_path, without_plots):
+def test_a_run_of_an_older_version_has_a_page(tmp_path, quick_plots):
     """One row of a few columns, samples of texts alone, receipts without shares."""
     (tmp_path / "metrics.csv").write_text(
         "epoch,step,reward/mean,val/accuracy,time/rollout\n0,0,0.5,,2.5\n0,0,,0.25,\n"

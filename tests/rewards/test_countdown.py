@@ -56,13 +56,6 @@ def test_hostile(completion):
     assert score(f"3*5+7={completion}") == 0.0
 
 
-def test_arithmetic_is_exact():
-    assert score("8/(3-8/3)", (8, 3, 8, 3), 24) == 1.0
-    assert score("1/3*3", (1, 3, 3), 1) == 1.0
-    assert score("5/(3-3)", (5, 3, 3), 0) == 0.0
-    assert score("(5-3)*2/3", (5, 3, 2, 3), 1) == 0.0
-
-
 def test_every_number_counts_as_often_as_it_is_given():
     assert score("5+5+7", (5, 5, 7), 17) == 1.0
     assert score("5+5+7", (5, 7, 7), 17) == 0.0

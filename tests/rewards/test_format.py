@@ -1,6 +1,5 @@
 import pytest
 
-from lit_qrl.errors import ConfigError
 from lit_qrl.rewards import FormatReward, Sample
 
 
@@ -47,9 +46,3 @@ def test_other_tags_and_pattern():
 def test_long_completions():
     assert score("<think>" * 100_000) == 0.0
     assert score("<think>" + "a" * 10**6 + "</think><answer>b</answer>") == 1.0
-
-
-@pytest.mark.parametrize("wrong", [{"tags": []}, {"tags": ["<think>"]}, {"pattern": "("}])
-def test_wrong_arguments(wrong):
-    with pytest.raises(ConfigError, match=next(iter(wrong))):
-        FormatReward(**wrong)

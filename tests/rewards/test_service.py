@@ -118,17 +118,6 @@ def test_what_a_function_raises_is_an_ordinary_error(error):
         asyncio.run(called(failing))
 
 
-def test_an_abandoned_function_does_not_trouble_the_loop_that_left_it():
-    release = threading.Event()
-
-    async def abandon():
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(called(release.wait), timeout=0.01)
-
-    asyncio.run(abandon())
-    release.set()
-
-
 def test_late_calls_leave_no_threads_behind():
     def call():
         while True:

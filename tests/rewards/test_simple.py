@@ -5,25 +5,13 @@ from lit_qrl.rewards import ExactMatchReward, Sample
 from lit_qrl.rewards.simple import EpisodeReward
 from lit_qrl.types import Episode
 
+RIGHT = ["3489", "\n3489 ", "3490 <answer>3489</answer> 1", "<answer>3490</answer><answer> 3489\n</answer>"]
+WRONG = ["03489", "348", "34890", "3 489", "", "3489 <answer>3490</answer>", "<answer>3489"]
 
-@pytest.mark.parametrize(
-    ("completion", "score"),
-    [
-        ("3489", 1.0),
-        ("\n3489 ", 1.0),
-        ("03489", 0.0),
-        ("348", 0.0),
-        ("34890", 0.0),
-        ("3 489", 0.0),
-        ("", 0.0),
-        ("3490 <answer>3489</answer> 1", 1.0),
-        ("3489 <answer>3490</answer>", 0.0),
-        ("<answer>3490</answer><answer> 3489\n</answer>", 1.0),
-        ("<answer>3489", 0.0),
-    ],
-)
-def test_an_answer_is_right_character_for_character(completion, score):
-    assert ExactMatchReward()([Sample("3141:", completion, reference="3489")]) == [score]
+
+@pytest.mark.parametrize("completion", RIGHT + WRONG)
+def test_an_answer_is_right_character_for_character(completion):
+    assert ExactMatchReward()([Sample("3141:", completion, reference="3489")]) == [float(completion in RIGHT)]
 
 
 def test_a_reference_that_is_a_number_is_compared_as_its_text():

@@ -1,6 +1,7 @@
 """Rewards that work while a rollout is drawn return what one call with all samples returns."""
 
 import threading
+from unittest import mock
 
 import pytest
 
@@ -181,21 +182,8 @@ class Noted(Own):
     """Notes what is handed over."""
 
     def begin(self):
-        self.begun = Scored()
+        self.begun = mock.Mock(seconds=1.5)
         return self.begun
-
-
-class Scored:
-    seconds = 1.5
-
-    def __init__(self):
-        self.added, self.dropped = [], 0
-
-    def add(self, samples):
-        self.added.append(samples)
-
-    def drop(self):
-        self.dropped += 1
 
 
 def test_completions_are_handed_on_once_and_forgotten_where_others_were_drawn():
@@ -204,15 +192,15 @@ def test_completions_are_handed_on_once_and_forgotten_where_others_were_drawn():
     first = reward.begun
     judging({2: drawn(5)})
     judging({2: drawn(5), 0: drawn(6)})
-    assert first.added == [{2: (2, [5])}, {0: (0, [6])}]
-    assert judging.begun_with([drawn(6), drawn(7), drawn(5)]) == {"own": first}
-    judging.begun_with([drawn(6), drawn(7), drawn(8)])
-    assert (first.dropped, reward.begun.added) == (1, [])
+    assert first.add.mock_calls == [mock.call({2: (2, [5])}), mock.call({0: (0, [6])})]
+    assert judging.rewards([drawn(6), drawn(7), drawn(5)]) == {"own": first}
+    judging.rewards([drawn(6), drawn(7), drawn(8)])
+    assert (first.drop.call_count, reward.begun.add.call_count) == (1, 0)
     judging({2: drawn(8)})
-    assert reward.begun.added == [{2: (2, [8])}]
+    assert reward.begun.add.mock_calls == [mock.call({2: (2, [8])})]
     assert judging.seconds == 1.5
     judging.close()
-    assert reward.begun.dropped == 1
+    assert reward.begun.drop.call_count == 1
 
 
 def test_a_sample_that_cannot_be_made_is_no_fault_of_the_engine():
@@ -220,8 +208,8 @@ def test_a_sample_that_cannot_be_made_is_no_fault_of_the_engine():
     judging = streaming([reward], lambda number, completion: completion.missing)
     judging({0: drawn(1)})
     judging({1: drawn(2)})
-    assert reward.begun.added == []
-    assert judging.begun_with([drawn(1), drawn(2)]) == {"own": reward.begun}
+    reward.begun.add.assert_not_called()
+    assert judging.rewards([drawn(1), drawn(2)]) == {"own": reward.begun}
 
 
 def test_an_early_reward_that_is_late_is_ended():

@@ -91,15 +91,11 @@ def is_gone(pid):
 
 def test_results_come_in_order_from_several_workers(pool):
     workers = pool(echo, size=3, timeout=30.0)
+    assert workers.map([(1,)]) == [1]
+    assert len(workers.pids) == 1  # no more than there are calls
     values = [{"n": n, "text": "é\n\ud800"} for n in range(50)]
     assert workers.map([(value,) for value in values]) == values
     assert 1 <= len(workers.pids) <= 3
-
-
-def test_no_more_workers_than_calls(pool):
-    workers = pool(echo, size=3, timeout=30.0)
-    workers.map([(1,)])
-    assert len(workers.pids) == 1
 
 
 def test_a_late_worker_is_killed_and_the_others_go_on(pool):
@@ -113,11 +109,11 @@ def test_a_late_worker_is_killed_and_the_others_go_on(pool):
     assert workers.map([(0,)]) == ["awake"]
 
 
-def test_a_worker_that_dies_costs_only_its_call(pool):
-    workers = pool(die, size=1, timeout=30.0)
-    (result,) = workers.map([()])
+@pytest.mark.parametrize(("function", "reason"), [(die, "died"), (devour, "MemoryError")])
+def test_a_worker_that_dies_or_wants_too_much_memory_costs_only_its_call(pool, function, reason):
+    (result,) = pool(function, timeout=30.0, confined=function is devour).map([()])
     assert isinstance(result, Failure)
-    assert "died" in result.reason
+    assert reason in result.reason
 
 
 def test_a_worker_killed_while_idle_is_replaced(pool):
@@ -128,12 +124,6 @@ def test_a_worker_killed_while_idle_is_replaced(pool):
     while workers.pids:
         time.sleep(0.01)
     assert workers.map([(2,)]) == [2]
-
-
-def test_memory_is_limited(pool):
-    (result,) = pool(devour, timeout=30.0, confined=True).map([()])
-    assert isinstance(result, Failure)
-    assert "MemoryError" in result.reason
 
 
 HARM = {

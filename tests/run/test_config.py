@@ -40,55 +40,30 @@ def test_a_configuration_is_flat_under_the_command_line_s_keys():
 
 def test_a_class_that_has_moved_is_no_change():
     former, now = (
-        {
-            "data": {
-                "engine": {"class_path": f"lit_qrl.rollout.{where}.TransformersEngine", "init_args": {"share": "auto"}}
-            }
-        }
+        {"engine": {"class_path": f"lit_qrl.rollout.{where}.TransformersEngine", "init_args": {"share": "auto"}}}
         for where in ("transformers", "embedded.engine")
     )
     assert changed_settings(flat(former), flat(now), everything=True) == []
 
 
 CHANGES = {
-    "nothing": ({}, []),
-    "length, place and what is shown": (
-        {
-            "trainer.max_epochs": 9,
-            "trainer.default_root_dir": "b",
-            "trainer.check_val_every_n_epoch": 3,
-            "data.evaluation_limit": 4,
-            "progress.header_every": 3,
-            "ckpt_path": "last.ckpt",
-            "resume_if_possible": True,
-        },
-        [],
-    ),
-    "a rate and a size": (
-        {"model.optimizer.lr": 0.1, "data.group_size": 4},
-        ["data.group_size", "model.optimizer.lr"],
-    ),
-    "the seed": ({"seed_everything": 1}, ["seed_everything"]),
-    "a class, whatever its arguments": (
-        {"model.objective": "lit_qrl.objective.GSPO", "model.objective.clip_low": None, "model.objective.clip": 1},
-        ["model.objective"],
-    ),
-    "a callback more": (
-        {"trainer.callbacks.TokenVeto": "lit_qrl.callbacks.TokenVeto", "trainer.callbacks.TokenVeto.threshold": 0.1},
-        ["trainer.callbacks.TokenVeto"],
-    ),
-    "the length of a decay": (
-        {"trainer.max_epochs": 9, "model.lr_schedule": "cosine"},
-        ["model.lr_schedule", "trainer.max_epochs"],
-    ),
-    "the length of a warm-up": ({"trainer.max_epochs": 9, "model.warmup": 0.1}, ["model.warmup", "trainer.max_epochs"]),
+    "{}": [],
+    "{trainer: {max_epochs: 9, default_root_dir: b, check_val_every_n_epoch: 3}, data: {evaluation_limit: 4}}": [],
+    "{progress: {header_every: 3}, ckpt_path: last.ckpt, resume_if_possible: true}": [],
+    "{model: {optimizer: {lr: 0.1}}, data: {group_size: 4}}": ["data.group_size", "model.optimizer.lr"],
+    "seed_everything: 1": ["seed_everything"],
+    # a class, whatever its arguments, and a callback more
+    "{model: {objective: {class_path: lit_qrl.objective.GSPO, init_args: {clip: 1}}}}": ["model.objective"],
+    "{trainer: {callbacks: [{class_path: a.TokenVeto, init_args: {threshold: 1}}]}}": ["trainer.callbacks.TokenVeto"],
+    # the length of a decay, and of a warm-up
+    "{trainer: {max_epochs: 9}, model: {lr_schedule: cosine}}": ["model.lr_schedule", "trainer.max_epochs"],
+    "{trainer: {max_epochs: 9}, model: {warmup: 0.1}}": ["model.warmup", "trainer.max_epochs"],
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_what_changes_the_learning_is_named(name):
-    changes, expected = CHANGES[name]
-    former = flat(yaml.safe_load(BASE))
+@pytest.mark.parametrize(("changed", "expected"), CHANGES.items())
+def test_what_changes_the_learning_is_named(changed, expected):
+    former, changes = flat(yaml.safe_load(BASE)), flat(yaml.safe_load(changed))
     assert changed_settings(former, {**former, **changes}) == expected
     assert changed_settings({**former, **changes}, former) == [key for key in expected if key != "trainer.max_epochs"]
 

@@ -70,16 +70,7 @@ def test_where_nothing_is_said_there_is_no_file(tmp_path):
 
 
 def test_the_level_is_the_run_s_and_not_that_of_an_engine_s_process(tmp_path, monkeypatch):
-    for name in (
-        "VLLM_USE_DEEP_GEMM_E8M0",
-        "VLLM_USE_DEEP_GEMM",
-        "VLLM_NO_USAGE_STATS",
-        "VLLM_CPU_KVCACHE_SPACE",
-        "VLLM_CPU_OMP_THREADS_BIND",
-        "VLLM_CPU_INT4_W4A8",
-        "VLLM_ENABLE_V1_MULTIPROCESSING",
-    ):
-        monkeypatch.setenv(name, "0")
+    monkeypatch.setattr(os, "environ", os.environ.copy())
     for run in ("first", "second"):
         with kept_from_the_screen(tmp_path / run):
             prepare_environment(deep_gemm=False, kv_cache_gib=None)

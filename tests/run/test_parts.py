@@ -15,17 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import lit_qrl
 from lit_qrl.callbacks.checkpoint import resolve_checkpoint
 from lit_qrl.errors import ConfigError
-from lit_qrl.run.checkpoint_files import (
-    parts_of,
-    put_together,
-    read_checkpoint,
-    read_data_alone,
-    read_parts,
-    remove_unused,
-    shapes_of,
-    take_parts,
-    write_parts,
-)
+from lit_qrl.run import checkpoint_files as files
 from lit_qrl.strategies import ShardedStrategy
 from tests.two_processes import one_process
 
@@ -46,40 +36,41 @@ def test_parts_are_put_together_without_a_process_group(mesh, tmp_path):
         "state_dict": {"policy.w": divided(mesh, weight), "policy.count": torch.tensor(3)},
         "optimizer_states": [{"state": {0: {"step": torch.tensor(2.0), "exp_avg": divided(mesh, moment)}}}],
     }
-    taken = take_parts(checkpoint)
+    taken = files.take_parts(checkpoint)
     assert sorted(taken) == ["optimizers.0.0.exp_avg", "weights.policy.w"]
     assert checkpoint["state_dict"] == {"policy.count": torch.tensor(3)}
-    folder = tmp_path / "parts-7-0"
-    write_parts(taken, folder)
+    folder = files.new_folder(tmp_path / "last.ckpt", 7)
+    files.write_parts(taken, folder)
+    assert files.new_folder(tmp_path / "last.ckpt", 7) != folder
     checkpoint["parts"] = folder.name
     torch.save(checkpoint, tmp_path / "last.ckpt")
     into = divided(mesh, torch.zeros(6, 4))
-    read_parts({"weights.policy.w": into}, folder)
+    files.read_parts({"weights.policy.w": into}, folder)
     assert torch.equal(into.full_tensor(), weight)
     torch.distributed.destroy_process_group()
 
-    assert shapes_of(folder)["weights.policy.w"] == ((6, 4), torch.float32)
+    assert files.shapes_of(folder)["weights.policy.w"] == ((6, 4), torch.float32)
     read = torch.load(tmp_path / "last.ckpt", weights_only=True)
-    put_together(read, tmp_path / "last.ckpt")
+    files.put_together(read, tmp_path / "last.ckpt")
     assert torch.equal(read["state_dict"]["policy.w"], weight)
     assert torch.equal(read["optimizer_states"][0]["state"][0]["exp_avg"], moment)
     assert read["optimizer_states"][0]["state"][0]["step"] == 2.0
     assert "parts" not in read
     weights_alone = torch.load(tmp_path / "last.ckpt", weights_only=True)
-    put_together(weights_alone, tmp_path / "last.ckpt", optimizers=False)
+    files.put_together(weights_alone, tmp_path / "last.ckpt", optimizers=False)
     assert torch.equal(weights_alone["state_dict"]["policy.w"], weight)
     assert weights_alone["optimizer_states"][0]["state"][0].keys() == {"step"}
 
 
 def test_a_checkpoint_in_one_file_stays_as_it_is(tmp_path):
     checkpoint = {"state_dict": {"w": nn.Parameter(torch.ones(1))}}
-    put_together(checkpoint, tmp_path / "last.ckpt")
+    files.put_together(checkpoint, tmp_path / "last.ckpt")
     assert checkpoint["state_dict"]["w"] == 1
 
 
 def test_parts_that_were_left_behind_are_named(tmp_path):
     with pytest.raises(ConfigError, match=r"its parts are not beside it.*parts-3.*together with its folder"):
-        parts_of({"parts": "parts-3"}, tmp_path / "last.ckpt")
+        files.parts_of({"parts": "parts-3"}, tmp_path / "last.ckpt")
 
 
 def test_what_no_checkpoint_names_is_removed(tmp_path):
@@ -89,10 +80,10 @@ def test_what_no_checkpoint_names_is_removed(tmp_path):
     torch.save({"parts": "parts-2"}, tmp_path / "iteration-1.ckpt")
     torch.save({"state_dict": {}}, tmp_path / "last.ckpt")
     (tmp_path / "damaged.ckpt").write_bytes(b"?")
-    remove_unused(tmp_path, tmp_path / "parts-4")
+    files.remove_unused(tmp_path, tmp_path / "parts-4")
     assert len(list(tmp_path.glob("parts-*"))) == 4
     (tmp_path / "damaged.ckpt").unlink()
-    remove_unused(tmp_path, tmp_path / "parts-4")
+    files.remove_unused(tmp_path, tmp_path / "parts-4")
     assert sorted(one.name for one in tmp_path.glob("parts-*")) == ["parts-2", "parts-4"]
 
 
@@ -107,7 +98,7 @@ class Runs:
 def parts(tmp_path, monkeypatch):
     """Return the checkpoint of one process in a folder that is also the working directory, `parts-1` beside it."""
     monkeypatch.chdir(tmp_path)
-    write_parts({"weights.policy.w": torch.ones(6, 4)}, tmp_path / "kept" / "parts-1")
+    files.write_parts({"weights.policy.w": torch.ones(6, 4)}, tmp_path / "kept" / "parts-1")
     path = tmp_path / "kept" / "last.ckpt"
     torch.save({"state_dict": {}, "global_step": 1, "parts": "parts-1"}, path)
     return path
@@ -139,11 +130,13 @@ ATTACKS = {
 def by_a_trainer(path):
     """Read as a Trainer does that is told to read everything."""
     strategy = SingleDeviceStrategy("cpu")
-    read_data_alone(strategy)
-    put_together(strategy.load_checkpoint(path, weights_only=False), path)
+    files.read_data_alone(strategy)
+    files.put_together(strategy.load_checkpoint(path, weights_only=False), path)
 
 
-@pytest.mark.parametrize("read", [read_checkpoint, lambda path: ShardedStrategy().load_checkpoint(path), by_a_trainer])
+@pytest.mark.parametrize(
+    "read", [files.read_checkpoint, lambda path: ShardedStrategy().load_checkpoint(path), by_a_trainer]
+)
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_a_checkpoint_runs_no_code(parts, attack, read):
     ATTACKS[attack](parts)

@@ -24,20 +24,17 @@ SHORT = (
 )
 
 
-class Late:
-    """Raises from the n-th call on; n counts calls of the original."""
+def late(original, calls=0, error=torch.OutOfMemoryError):
+    """A function that raises from the n-th call on; n counts calls of the original."""
+    left = [calls]
 
-    def __init__(self, original, calls=0, error=torch.OutOfMemoryError):
-        self.original, self.left, self.error = original, calls, error
+    def failing(*args, **kwargs):
+        left[0] -= 1
+        if left[0] < 0:
+            raise error(SHORT)
+        return original(*args, **kwargs)
 
-    def __get__(self, instance, owner=None):
-        return lambda *args, **kwargs: self(instance, *args, **kwargs)
-
-    def __call__(self, *args, **kwargs):
-        self.left -= 1
-        if self.left < 0:
-            raise self.error(SHORT)
-        return self.original(*args, **kwargs)
+    return failing
 
 
 PLACES = {
@@ -53,9 +50,8 @@ PLACES = {
 @pytest.mark.parametrize("doing", PLACES)
 def test_memory_that_never_sufficed_is_a_configuration_that_does_not_fit(tmp_path, monkeypatch, doing):
     owner, name = PLACES[doing]
-    options = {"objective": None, "data": {"passes": 2} if doing.startswith("scoring") else {}}
-    trainer, module, data = build(tmp_path, **{k: v for k, v in options.items() if v})
-    monkeypatch.setattr(owner, name, Late(getattr(owner, name)))
+    trainer, module, data = build(tmp_path, data={"passes": 2} if doing.startswith("scoring") else {})
+    monkeypatch.setattr(owner, name, late(getattr(owner, name)))
     with pytest.raises(ConfigError) as caught:
         trainer.fit(module, datamodule=data)
     said = str(caught.value)
@@ -68,7 +64,7 @@ def test_memory_that_never_sufficed_is_a_configuration_that_does_not_fit(tmp_pat
 
 def test_memory_that_ran_out_later_is_a_run_that_could_not_go_on(tmp_path, monkeypatch):
     trainer, module, data = build(tmp_path, trainer={"max_epochs": 3})
-    monkeypatch.setattr(LightningModule, "optimizer_step", Late(LightningModule.optimizer_step, 1))
+    monkeypatch.setattr(LightningModule, "optimizer_step", late(LightningModule.optimizer_step, 1))
     with pytest.raises(StoppedError, match="Memory ran out while stepping the optimizer") as caught:
         trainer.fit(module, datamodule=data)
     assert "0.0 MiB of optimizer states" not in str(caught.value)
@@ -90,7 +86,7 @@ def test_what_is_no_shortage_stays_what_it_is(tmp_path, monkeypatch):
     assert stop_where_short(None, RuntimeError("shapes")) is None
     assert stop_where_short(None, StoppedError("The run was stopped: it said 'out of memory' itself.")) is None
     trainer, module, data = build(tmp_path)
-    monkeypatch.setattr(CausalPolicy, "forward", Late(CausalPolicy.forward, error=ZeroDivisionError))
+    monkeypatch.setattr(CausalPolicy, "forward", late(CausalPolicy.forward, error=ZeroDivisionError))
     with pytest.raises(ZeroDivisionError):
         trainer.fit(module, datamodule=data)
 
@@ -112,7 +108,7 @@ def test_what_the_learner_holds_is_named_by_its_parts():
 
 def test_the_command_line_says_one_paragraph_and_exits_as_it_never_fitted(tmp_path, monkeypatch, capsys):
     model = model_folder(tmp_path / "model")
-    monkeypatch.setattr(GRPOModule, "on_train_batch_start", Late(None))  # where nothing names the work
+    monkeypatch.setattr(GRPOModule, "on_train_batch_start", late(None))  # where nothing names the work
     with pytest.raises(SystemExit) as caught:
         main(command(tmp_path, model))
     said = " ".join(capsys.readouterr().err.split())
@@ -132,7 +128,7 @@ class RunsOut(Callback):
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if (trainer.global_rank, trainer.current_epoch) == (self.rank, self.iteration):
-            pl_module.policy.forward = Late(None).__get__(None)
+            pl_module.policy.forward = late(None)
 
 
 def runs_out(rank, ports, folder, where):

@@ -3,14 +3,9 @@ import json
 import pytest
 
 from lit_qrl.data.tasks.countdown import Countdown, problem_key
-from lit_qrl.data.tasks.generated import key_hash
-from lit_qrl.errors import ConfigError
 from lit_qrl.rewards.base import Sample
 from lit_qrl.rewards.simple import ConstantReward
 from tests.data.tasks.test_countdown_solver import brute_force
-from tests.rewards.datasets import DATA
-
-PUBLIC = DATA / "countdown.jsonl"
 
 
 def keys(rows):
@@ -32,16 +27,6 @@ def test_rows_are_solvable_distinct_and_disjoint(settings):
         assert 1 <= row["target"] <= task.max_target
 
 
-def test_public_test_problems_are_never_drawn():
-    public = keys(Countdown().read(str(PUBLIC)))
-    assert len(public) == 40
-    task = Countdown(max_number=100, max_target=100, train_size=3000)
-    known = Countdown.public_tests.read_text().split()
-    assert len(set(known)) == len(known) == 128
-    assert {key_hash(key) for key in public} <= set(known)
-    assert not public & (keys(task.train_rows()) | keys(task.evaluation_rows()))
-
-
 def test_excluded_files_are_left_out_on_both_sides(tmp_path):
     plain = Countdown(train_size=50, evaluation_size=20)
     rows = [*plain.train_rows()[:10], *plain.evaluation_rows()[:5]]
@@ -51,15 +36,6 @@ def test_excluded_files_are_left_out_on_both_sides(tmp_path):
     task = Countdown(train_size=50, evaluation_size=20, exclude=[str(file)])
     assert not keys(rows) & (keys(task.train_rows()) | keys(task.evaluation_rows()))
     assert len(task.train_rows()) == 50
-
-
-def test_evaluation_file_is_evaluated_and_not_trained_on(tmp_path):
-    row = Countdown(train_size=5).train_rows()[2]
-    file = tmp_path / "test.jsonl"
-    file.write_text(json.dumps({"input": ",".join(map(str, row["numbers"])), "output": row["target"]}))
-    task = Countdown(train_size=5, evaluation_path=str(file))
-    assert list(task.evaluation_rows()) == [row]
-    assert not keys([row]) & keys(task.train_rows())
 
 
 def test_prompts_and_correctness():
@@ -79,16 +55,3 @@ def test_other_rewards_do_not_change_what_is_correct():
     task = Countdown(rewards=[ConstantReward(1.0)])
     assert task.is_correct([Sample("", "3+5+7", 22, row), Sample("", "3*5+7", 22, row)]) == [False, True]
     assert [reward.name for reward in task.rewards] == ["constant"]
-
-
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"count": 1}, "count"),
-        ({"max_number": 0}, "max_number"),
-        ({"max_target": 0}, "max_target"),
-    ],
-)
-def test_wrong_settings_are_named(settings, named):
-    with pytest.raises(ConfigError, match=named):
-        Countdown(**settings)

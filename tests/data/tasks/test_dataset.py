@@ -96,8 +96,6 @@ def test_rows_of_several_subsets(tmp_path):
     # another source has subsets of its own
     other = write(tmp_path / "held_out.jsonl", count=2, start=900)
     assert len(ready(str(folder), subset=["level_3"], evaluation_path=other).evaluation_rows()) == 2
-    with pytest.raises(ConfigError, match="empty list"):
-        DatasetTask(str(folder), subset=[])
 
 
 def test_prompts(path):
@@ -146,34 +144,24 @@ def test_what_setup_refuses(path, options, message):
 
 
 @pytest.mark.parametrize(
-    "options, message",
+    ("line", "said"),
     [
-        ({"evaluation_size": 0}, "evaluation_size"),
-        ({"answer_pattern": "("}, "not a regular expression"),
-        ({"answer_pattern": "####"}, "not one group"),
-        ({"rewards": []}, "no reward"),
-        ({"rewards": [MathReward(), MathReward()]}, "both named 'math'"),
+        ('{"question": "", "answer": "1"}', "no prompt in column 'question'"),
+        ('{"question": null, "answer": "1"}', "no prompt in column 'question'"),
+        ('{"answer": "1"}', "no prompt in column 'question'"),
+        ('{"question": "a", "answer": " "}', "no answer in column 'answer'"),
+        ('{"question": "a"}', "no answer in column 'answer'"),
+        (
+            r'{"question": "a", "answer": "\\frac{1}{2"}',
+            r"by Reward 'math' .*its brackets do not match",
+        ),
+        ('{"question": "a", "answer": "We add. Then we are done."}', ".*it is a text that marks no answer"),
     ],
 )
-def test_what_construction_refuses(options, message):
-    with pytest.raises(ConfigError, match=message):
-        DatasetTask("rows.jsonl", **options)
-
-
-@pytest.mark.parametrize(
-    ("line", "lacks"),
-    [
-        ('{"question": "", "answer": "1"}', "prompt in column 'question'"),
-        ('{"question": null, "answer": "1"}', "prompt in column 'question'"),
-        ('{"answer": "1"}', "prompt in column 'question'"),
-        ('{"question": "a", "answer": " "}', "answer in column 'answer'"),
-        ('{"question": "a"}', "answer in column 'answer'"),
-    ],
-)
-def test_a_row_without_prompt_or_answer_is_refused(path, line, lacks):
+def test_a_row_that_cannot_be_posed_or_solved_is_refused_by_its_number(path, line, said):
     with open(path, "a") as file:
         file.write(line + "\n")
-    with pytest.raises(ConfigError, match=f"Row 21 of .*no {lacks}"):
+    with pytest.raises(ConfigError, match=f"Row 21 of .*{said}"):
         ready(path)
 
 
@@ -221,20 +209,6 @@ def test_a_set_that_is_only_evaluated_on_has_no_training_rows(path):
     assert len(task.evaluation_rows()) == 20
     assert list(task.train_rows()) == []
     assert len(ready(path, split=None, evaluation_size=3).evaluation_rows()) == 3
-
-
-@pytest.mark.parametrize(
-    "answer, words",
-    [
-        (r"\\frac{1}{2", r"by Reward 'math' \(MathReward\): its brackets do not match"),
-        ("We add 3. Then we are done.", ".*it is a text that marks no answer"),
-    ],
-)
-def test_a_row_that_no_completion_can_solve_is_refused_by_its_number(path, answer, words):
-    with open(path, "a") as file:
-        file.write(f'{{"question": "a", "answer": "{answer}"}}\n')
-    with pytest.raises(ConfigError, match=f"Row 21 of .*cannot be scored {words}"):
-        ready(path)
 
 
 def in_memory(kind, held):

@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from lit_qrl.data.module import RolloutDataModule
-from lit_qrl.data.tasks import Countdown, DatasetTask, Mixture
-from lit_qrl.errors import ConfigError
+from lit_qrl.data.tasks import DatasetTask, Mixture
 from lit_qrl.rewards import ConstantReward, MathReward
 from lit_qrl.rewards.base import Sample
 from lit_qrl.rollout.embedded.engine import TransformersEngine
@@ -64,8 +63,7 @@ def drawn(tasks, count, weights, state=None):
     data = RolloutDataModule(Mixture(tasks, weights), TransformersEngine(), prompts_per_iteration=4, seed=0)
     config = SimpleNamespace(get_text_config=lambda: SimpleNamespace())
     policy = SimpleNamespace(
-        encode_all=lambda texts, tools: [list(text.encode()) for text in texts],
-        decode=lambda ids: bytes(ids).decode(),
+        encode_all=lambda texts, tools: [list(text.encode()) for text in texts], decode=lambda ids: bytes(ids).decode()
     )
     policy.config = config
     module = SimpleNamespace(policy=policy, global_rank=0)
@@ -83,17 +81,3 @@ def test_weights_hold_in_the_stream_of_the_data_module_and_it_goes_on_from_a_che
     _, state = drawn(tasks, 7, [1, 3])
     rest, _ = drawn(tasks, 13, [1, 3], state)
     assert [problem.prompt_text for problem in rest] == [problem.prompt_text for problem in whole[28:]]
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (([],), "A mixture has no task"),
-        (([Countdown(), Countdown()],), r"cannot be told apart.*countdown, countdown.*`name`"),
-        (([Countdown()], [0.0]), "do not fit"),
-        (([Countdown()], [float("nan")]), "do not fit"),
-    ],
-)
-def test_what_construction_refuses(given, message):
-    with pytest.raises(ConfigError, match=message):
-        Mixture(*given)

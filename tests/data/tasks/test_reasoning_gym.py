@@ -14,11 +14,6 @@ def test_a_missing_library_is_named_before_anything_is_drawn(monkeypatch):
         ReasoningGym("chain_sum").setup()
 
 
-def test_sizes_are_checked_at_once():
-    with pytest.raises(ConfigError, match="evaluation_size is too small"):
-        ReasoningGym("chain_sum", evaluation_size=0)
-
-
 @pytest.fixture(scope="module")
 def library():
     return import_module("reasoning_gym")

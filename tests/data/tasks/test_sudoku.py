@@ -5,7 +5,6 @@ import pytest
 
 from lit_qrl.data.sources import read_rows
 from lit_qrl.data.tasks import Sudoku
-from lit_qrl.data.tasks.generated import key_hash
 from lit_qrl.data.tasks.sudoku import solutions, solved_grids
 from lit_qrl.errors import ConfigError
 from lit_qrl.rewards import Sample, score_all
@@ -46,25 +45,6 @@ def test_puzzles_are_valid_unique_and_disjoint():
         assert solutions(row["Puzzle"]) == [row["Solution"]]
 
 
-def test_public_and_excluded_puzzles_are_left_out(tmp_path):
-    public = {row["Puzzle"] for row in read_rows(PUBLIC)}
-    task = Sudoku(unique=False, train_size=20_000, evaluation_size=2000)
-    task.setup()
-    drawn = {row["Puzzle"] for row in (*task.train_rows(), *task.evaluation_rows())}
-    assert not drawn & public
-    first = task.train_rows()[0]
-    (tmp_path / "more.csv").write_text(f"Puzzle,Solution\n{first['Puzzle']},{first['Solution']}\n")
-    again = Sudoku(unique=False, train_size=50, evaluation_size=50, exclude=[str(tmp_path / "more.csv")])
-    again.setup()
-    assert first["Puzzle"] not in {row["Puzzle"] for row in again.train_rows()}
-
-
-def test_every_public_puzzle_is_known_by_its_hash():
-    known = Sudoku.public_tests.read_text().split()
-    assert len(set(known)) == len(known) == 250
-    assert {key_hash(row["Puzzle"]) for row in read_rows(PUBLIC)} <= set(known)
-
-
 def test_evaluation_on_the_public_puzzles():
     task = Sudoku(train_size=100, evaluation_path=PUBLIC)
     task.setup()
@@ -83,12 +63,6 @@ def test_prompts_and_scores():
     samples = [Sample("", text, row["Solution"], row) for text in ("1234341221434321", "1233341221434321", "no")]
     assert score_all(task.rewards, samples).total == [1.0, 0.5, 0.0]
     assert task.is_correct(samples) == [True, False, False]
-
-
-@pytest.mark.parametrize("empty", [0, 13])
-def test_wrong_arguments(empty):
-    with pytest.raises(ConfigError, match="empty"):
-        Sudoku(empty=empty)
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_qrl.rewards.math.reward import (
-    after_thinking,
-    extract_answer,
-    find_last_number,
-    last_boxed,
-    last_tagged,
-    refuse,
-)
+from lit_qrl.rewards.math.reward import extract_answer, find_last_number, last_boxed, last_tagged, refuse
 
 
 @pytest.mark.parametrize(
@@ -73,26 +66,6 @@ def test_answer_is_found(text, answer):
 
 
 @pytest.mark.parametrize(
-    "completion, rest",
-    [
-        ("<think>4</think> 5", " 5"),
-        ("4</think>5", "5"),
-        ("<think>4", ""),
-        ("<think>4</think>5<think>6", ""),
-        ("<Thinking>4</Thinking>5", "5"),
-        ("5", "5"),
-    ],
-)
-def test_thinking_is_skipped(completion, rest):
-    assert after_thinking(completion) == rest
-
-
-def test_thinking_that_the_prompt_opened_must_end():
-    assert after_thinking("4", "Answer.\n<think>\n") == ""
-    assert after_thinking("4</think>5", "Answer.\n<think>\n") == "5"
-
-
-@pytest.mark.parametrize(
     "text, number",
     [
         ("pays $1,250.50 today", "$1,250.50"),
@@ -115,30 +88,24 @@ def test_last_number_is_an_option():
     assert extract_answer("I get 5\n#### 6", last_number=True) == "6"
 
 
-@pytest.mark.parametrize(
-    "text, why",
-    [
-        ("9**9**9**9", "power tower"),
-        ("9^{9^{9^{9}}}", "power tower"),
-        ("9^9^9", "power tower"),
-        ("9^{9^9}", "power tower"),
-        ("9^(9^(9^9))", "power tower"),
-        (r"\left(9^{9}\right)^{9^{9^9}}", "power tower"),
-        ("2^{1000000}", "exponent"),
-        ("2**1000000", "exponent"),
-        ("2^3^" + "9" * 350, "exponent"),
-        ("2^" + "9" * 350, "exponent"),
-        ("2^{-(3^{" + "9" * 350 + "})}", "exponent"),
-        ("1" * 100_000, "characters"),
-        ("1" * 500, "digits"),
-        ("(" * 400 + ")" * 400, "nested"),
-        ("{" * 500, "nested"),
-        ("5\x00", "control"),
-        ("5!!!", "factorial"),
-        ("1234567!", "factorial"),
+NINES = "9" * 350
+ATTACKS = {
+    "power tower": ["9**9**9**9", "9^{9^{9^{9}}}", "9^9^9", "9^{9^9}", "9^(9^(9^9))", r"\left(9^{9}\right)^{9^{9^9}}"],
+    "exponent": [
+        "2^{1000000}",
+        "2**1000000",
+        *(f"2^{power}" for power in ("3^" + NINES, NINES, f"{{-(3^{{{NINES}}})}}")),
     ],
-)
-def test_attacks_are_refused(text, why):
+    "characters": ["1" * 100_000],
+    "digits": ["1" * 500],
+    "nested": ["(" * 400 + ")" * 400, "{" * 500],
+    "control": ["5\x00"],
+    "factorial": ["5!!!", "1234567!"],
+}
+
+
+@pytest.mark.parametrize(("why", "text"), [(why, text) for why, texts in ATTACKS.items() for text in texts])
+def test_attacks_are_refused(why, text):
     assert why in refuse(text)
 
 

@@ -35,13 +35,7 @@ def test_what_is_settled_without_algebra_agrees_with_the_full_judgement(verdicts
 
 @given(st.integers(-(10**12), 10**12))
 def test_integers_survive_every_spelling(value):
-    for text in (
-        f"{value:,}",
-        f"{value}.00",
-        f"${value}$",
-        rf"\frac{{{2 * value}}}{{2}}",
-        f"{value * 100}%",
-    ):
+    for text in (f"{value:,}", f"{value}.00", f"${value}$", rf"\frac{{{2 * value}}}{{2}}", f"{value * 100}%"):
         assert settled(str(value), text) is True, text
     assert settled(str(value), f"{value}.5") is settled(f"{value}1", str(value)) is False
 

@@ -4,7 +4,6 @@ import sys
 
 import pytest
 
-from lit_qrl.errors import ConfigError
 from lit_qrl.rewards import MathReward, Sample, score_all
 from lit_qrl.rewards.math.reward import gold_answers
 from tests.rewards.datasets import rows
@@ -121,10 +120,7 @@ def test_whatever_a_completion_brings_about_costs_that_one_alone(error, monkeypa
     assert type(error).__name__ in reward.failures[0]
 
 
-def test_wrong_arguments_and_a_missing_reference():
-    for wrong in ({"timeout": 0.0}, {"timeout": -1.0}, {"workers": -1}):
-        with pytest.raises(ConfigError, match=next(iter(wrong))):
-            MathReward(**wrong)
+def test_a_missing_reference():
     with pytest.raises(ValueError, match="needs a reference"):
         MathReward()([Sample("", r"\boxed{5}", None)])
 
@@ -150,11 +146,15 @@ def test_no_main_guard_is_needed(tmp_path):
 
 
 def test_thinking_is_skipped_by_option():
-    texts = [r"<think>\boxed{5}", r"<think>\boxed{5}</think>", r"<think>\boxed{4}</think>\boxed{5}", r"\boxed{5}"]
-    batch = [Sample("", text, "5") for text in texts]
-    assert MathReward()(batch) == [1.0] * 4
-    assert MathReward(skip_thinking=True)(batch) == [0.0, 0.0, 1.0, 1.0]
-    assert MathReward(skip_thinking=True)([Sample("<think>\n", r"\boxed{5}", "5")]) == [0.0]
+    wrong = ["<think>{}", "<think>{}</think>", r"{}</think>\boxed{{4}}", "{}<think>{}", "<think></think>{}<think>"]
+    right = ["{}", r"<think>\boxed{{4}}</think>{}", r"\boxed{{4}}</think>{}", r"<Thinking>\boxed{{4}}</Thinking>{}"]
+    reward = MathReward(skip_thinking=True)
+    for texts, score in ((wrong, 0.0), (right, 1.0)):
+        batch = [Sample("", text.format(*[r"\boxed{5}"] * 2), "5") for text in texts]
+        assert reward(batch) == [score] * len(batch)
+    assert MathReward()(batch) == [1.0] * len(batch)
+    opened = [Sample("Answer.\n<think>\n", text, "5") for text in (r"\boxed{5}", r"\boxed{4}</think>\boxed{5}")]
+    assert reward(opened) == [0.0, 1.0]
 
 
 def test_decimal_commas_are_an_option():
@@ -168,23 +168,20 @@ def test_decimal_commas_are_an_option():
     assert MathReward()(samples([("1.5", "1,234")])) == [0.0]
 
 
-@pytest.mark.parametrize(
-    "gold, why",
-    [
-        (r"\frac{1}{2", "brackets"),
-        ("5}", "brackets"),
-        ("$$", "nothing is left"),
-        ("9^{9^{9^9}}", "power tower"),
-        ("x" * 1001, "longer than"),
-        ("She has 3 apples. Then she buys 4.", "marks no answer"),
-        (r"$28 \%$. I hope it is correct.", "marks no answer"),
-        ("forty two", "in words"),
-        ("one hundred and twenty-five", "in words"),
-        (None, "needs a reference"),
-        ([], "empty"),
-    ],
-)
-def test_a_gold_answer_that_no_completion_can_meet_is_known(gold, why):
+UNSCORABLE = {
+    "brackets": [r"\frac{1}{2", "5}"],
+    "nothing is left": ["$$"],
+    "power tower": ["9^{9^{9^9}}"],
+    "longer than": ["x" * 1001],
+    "marks no answer": ["She has 3 apples. Then she buys 4.", r"$28 \%$. I hope it is correct."],
+    "in words": ["forty two", "one hundred and twenty-five"],
+    "needs a reference": [None],
+    "empty": [[]],
+}
+
+
+@pytest.mark.parametrize(("why", "gold"), [(why, gold) for why, golds in UNSCORABLE.items() for gold in golds])
+def test_a_gold_answer_that_no_completion_can_meet_is_known(why, gold):
     assert why in MathReward().unscorable(Sample("", "", gold))
 
 
