@@ -1,7 +1,5 @@
 """The oracle of the format tests: what compressed-tensors makes of a weight, and a GEMM in fp64."""
 
-from hashlib import blake2b
-
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import quantize
@@ -78,33 +76,6 @@ def ulps(ours: Tensor, exact: Tensor, absolute: Tensor) -> Tensor:
     eps = torch.finfo(ours.dtype).eps
     unit = torch.maximum(exact.abs() * eps, absolute * 2.0**-20)
     return (ours.double() - exact).abs() / unit.clamp_min(1e-300)
-
-
-def exact_weights(dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return weights made by integer arithmetic alone: the same bits on every machine."""
-    generator = torch.Generator().manual_seed(1)
-    shape = (64, 192)
-    integers = torch.randint(-(2**15), 2**15, shape, generator=generator)
-    shifts = torch.randint(-14, 6, shape, generator=generator)
-    zero_rows = integers.clone()
-    zero_rows[::2] = 0
-    cases = {
-        "uniform": torch.ldexp(integers.float(), torch.tensor(-18)),
-        "wide": torch.ldexp(integers.float(), shifts - 10),
-        "constant": torch.full(shape, -0.296875),
-        "all_zero": torch.zeros(shape),
-        "zero_rows": torch.ldexp(zero_rows.float(), torch.tensor(-16)),
-        "subnormal": torch.ldexp(integers.float(), torch.tensor(-145)),
-    }
-    return {name: case.to(dtype) for name, case in cases.items()}
-
-
-def digest(*tensors: Tensor) -> str:
-    """Return a short digest of the tensors' bytes."""
-    made = blake2b(digest_size=8)
-    for tensor in tensors:
-        made.update(bytes(bits(tensor).flatten().tolist()))
-    return made.hexdigest()
 
 
 def rounded_groups(matrix: Tensor) -> Tensor:
