@@ -164,6 +164,20 @@ def fit(folder: Path, ckpt_path=None, **options):
     return trainer, module, data
 
 
+def interrupted(folder: Path, at: int, **options) -> Path:
+    """Run `build(...)` until a user stops it at the start of an iteration, and return its last checkpoint."""
+
+    class Stop(Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            if trainer.current_epoch == at:
+                raise KeyboardInterrupt
+
+    trainer, module, data = build(folder, callbacks=[Stop()], **options)
+    with pytest.raises(SystemExit):
+        trainer.fit(module, datamodule=data)
+    return folder / "run" / "checkpoints" / "last.ckpt"
+
+
 def parameters_of(module: GRPOModule) -> torch.Tensor:
     """All weights of the policy as one vector."""
     return torch.cat([parameter.detach().flatten() for parameter in module.policy.parameters()])

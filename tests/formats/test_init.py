@@ -1,5 +1,3 @@
-"""What holds for every format."""
-
 import pytest
 import torch
 

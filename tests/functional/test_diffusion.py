@@ -19,21 +19,12 @@ MASK = 2
 # ------------------------------------------------------------------------------------------------- drawing, unmasking
 
 
-def test_gumbel_noise_draws_from_the_tempered_distribution():
-    logits = torch.tensor([1.5, 0.0, -1.0, float("-inf")])
-    uniform = torch.rand(40_000, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    for temperature in (0.5, 1.0, 2.0):
-        tokens = gumbel_argmax(logits.expand(40_000, 4), uniform, temperature)
-        share = torch.bincount(tokens, minlength=4) / 40_000
-        torch.testing.assert_close(share, (logits / temperature).softmax(0), atol=0.01, rtol=0)
-        assert share[3] == 0
-
-
 def test_gumbel_noise_is_the_published_form():
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(50, 9, generator=generator, dtype=torch.float64)
+    logits[:, 4] = float("-inf")
     uniform = torch.rand(50, 9, generator=generator, dtype=torch.float64)
-    for temperature in (0.2, 1.0):
+    for temperature in (0.2, 1.0, 2.0):
         published = logits.exp() / (-uniform.log()) ** temperature
         assert torch.equal(gumbel_argmax(logits, uniform, temperature), published.argmax(-1))
 

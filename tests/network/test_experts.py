@@ -1,5 +1,3 @@
-"""Stacked experts against slices taken by hand."""
-
 import copy
 
 import pytest

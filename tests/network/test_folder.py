@@ -1,5 +1,3 @@
-"""Folders of safetensors against what the library itself reads, and outputs that appear whole or not at all."""
-
 import json
 import os
 import sys

@@ -1,5 +1,3 @@
-"""The same bits in every batch: products, attention, whole models; gradients as without."""
-
 from typing import Any
 
 import pytest

@@ -1,5 +1,3 @@
-"""A batch for the objectives' tests."""
-
 import torch
 
 from lit_qrl.types import RolloutBatch

@@ -1,5 +1,3 @@
-"""Aligned means aligned: a whole run, learner and sampler in the same arithmetic, against the unaligned pair."""
-
 import pytest
 from lightning.pytorch import Callback
 

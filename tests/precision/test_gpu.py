@@ -278,8 +278,6 @@ def test_a_packed_policy_trains_on_the_device():
 def test_the_unified_plugin_picks_a_backend_that_runs():
     plugin = UnifiedFP8("auto", exclude=["*self_attn*"])
     module = configured(dtype=torch.bfloat16)
-    from lit_qrl.errors import ConfigError
-
     with pytest.raises(ConfigError, match=r"do not fit the FP8 GEMM.*\(128, 64\)"):
         plugin.convert_module(module.to(DEVICE))
     assert plugin.backend.name in ("te", "torch")

@@ -145,7 +145,7 @@ def test_what_is_published_is_what_the_forward_used(name, tmp_path):
         assert torch.equal(fresh.codes.view(torch.uint8), part.quantized().codes.view(torch.uint8))
 
 
-@pytest.mark.parametrize("name", ["aligned", "aligned_row", *(name for name in PLUGINS if "lora" in name)])
+@pytest.mark.parametrize("name", ["aligned", "aligned_row", "unified", *(name for name in PLUGINS if "lora" in name)])
 def test_an_embedded_sampler_over_what_is_published_gives_the_learners_logits(name):
     """The published tensors in layers of `QuantizedLinear`, bit for bit; of a base, without its adapter."""
     made, plugin = module(name), PLUGINS[name]()

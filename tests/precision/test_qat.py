@@ -10,33 +10,14 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.network.stream import weight_stream
 from lit_qrl.precision.layers.low_bit import LowBitLinear
 from lit_qrl.precision.qat import Aligned, QATAligned
-from tests.precision.toy import (
-    HIDDEN,
-    LINEARS,
-    VOCABULARY,
-    configured,
-    fit,
-)
+from tests.precision.toy import HIDDEN, LINEARS, VOCABULARY, configured, fit
 
-FORMATS = {
-    "fp8_tensor": {},
-    "fp8_row": {},
-    "fp8_block": {},
-    "int8_channel": {},
-    "int4_group": {"group_size": 32},
-    "nvfp4": {},
-    "mxfp4": {},
-    "mxfp8": {},
-    "nf4": {},
-}
+INT4 = "int4_group:group_size=32"
+FORMATS = ("fp8_tensor", "fp8_row", "fp8_block", "int8_channel", INT4, "nvfp4", "mxfp4", "mxfp8", "nf4")
 
 
 def aligned(linear, format, **options):
     return LowBitLinear.from_linear(linear, "layer", Aligned(format, **options))
-
-
-def plugin(name="int4_group"):
-    return QATAligned(formats.get(name, **FORMATS[name]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -44,7 +25,7 @@ def plugin(name="int4_group"):
 def test_forward_is_the_format_and_backward_the_plain_layer_in_high_precision(name, dtype):
     torch.manual_seed(0)
     plain = nn.Linear(64, 32).to(dtype)
-    layer = aligned(copy.deepcopy(plain), formats.get(name, **FORMATS[name]), backward="high_precision")
+    layer = aligned(copy.deepcopy(plain), formats.get(name), backward="high_precision")
     x = torch.randn(2, 5, 64).to(dtype)
     upstream = torch.randn(2, 5, 32).to(dtype)
     inputs = [x.clone().requires_grad_() for _ in range(2)]
@@ -105,23 +86,16 @@ def cosine(one, other):
     return float(torch.cosine_similarity(one.detach().double().flatten(), other.detach().double().flatten(), dim=0))
 
 
-BACKWARD = {
-    **{name: (name, options) for name, options in FORMATS.items()},
-    "fp8_tensor_by_token": ("fp8_tensor", {"activations": "token"}),
-    "w4a8_fp8": ("int4_group", {"group_size": 32, "activations": "fp8"}),
-    "w4a8_int8": ("int4_group", {"group_size": 32, "activations": "int8"}),
-    "bf16": ("bf16", {}),
-}
+MORE = ("fp8_tensor:activations=token", f"{INT4},activations=fp8", f"{INT4},activations=int8", "bf16")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("case", BACKWARD)
-def test_gradients_are_those_of_the_quantized_product(case, dtype):
+@pytest.mark.parametrize("name", [*FORMATS, *MORE])
+def test_gradients_are_those_of_the_quantized_product(name, dtype):
     """Against autograd through F.linear(Q(x), Q(W)) in fp64, with an estimator that passes over the rounding alone."""
-    name, options = BACKWARD[case]
     torch.manual_seed(0)
     # 160 inputs: a whole 1×128 and a part of one
-    format, plain = formats.get(name, **options), nn.Linear(160, 32).to(dtype)
+    format, plain = formats.get(name), nn.Linear(160, 32).to(dtype)
     x, upstream = torch.randn(2, 9, 160).to(dtype), torch.randn(2, 9, 32).to(dtype)
 
     weight = format.dequantize(format.quantize(plain.weight)).double()
@@ -143,7 +117,7 @@ def test_gradients_are_those_of_the_quantized_product(case, dtype):
     assert min(found["dequantized"]) >= 0.9999
     scale = expected[0].norm() / own.grad.double().norm()
     assert 0.9 < float(scale) < 1.1
-    if name in ("int4_group", "nvfp4", "mxfp4", "nf4"):  # what the option is for
+    if format.name in ("int4_group", "nvfp4", "mxfp4", "nf4"):  # what the option is for
         assert found["high_precision"][0] < 0.998
 
 
@@ -186,8 +160,7 @@ def test_nothing_more_is_saved_than_the_input_and_the_weight():
     """What either backward pass keeps between the passes: the layer's own input and the master weight, by address."""
     saved = []
     for backward in ("dequantized", "high_precision"):
-        format = formats.get("int4_group", group_size=32, activations="fp8")
-        layer = aligned(nn.Linear(64, 32), format, backward=backward)
+        layer = aligned(nn.Linear(64, 32), formats.get(f"{INT4},activations=fp8"), backward=backward)
         x = torch.randn(3, 64, requires_grad=True)
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor.data_ptr()), lambda _: None):
             layer(x)
@@ -256,7 +229,7 @@ def test_only_what_needs_a_gradient_gets_one():
 
 
 def test_a_perturbed_weight_is_quantized_anew_and_a_perturbed_norm_passes():
-    qat = plugin("fp8_tensor")
+    qat = QATAligned("fp8_tensor")
     module = configured(qat)
     target, norm = "model.layers.0.self_attn.k_proj.weight", "model.norm.weight"
 

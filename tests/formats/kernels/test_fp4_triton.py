@@ -1,5 +1,3 @@
-"""The NVFP4 quantizer in one kernel against the plain operations: interpreted on a CPU, compiled on a GPU."""
-
 import pytest
 import torch
 

@@ -1,5 +1,3 @@
-"""FP8 codes of blocks and of rows in one kernel, against the plain operations: interpreted, or compiled on a GPU."""
-
 from unittest import mock
 
 import pytest

@@ -1,13 +1,9 @@
-"""Block-scaled FP8 GEMMs: which backend runs where, and the emulated one against loops in fp64."""
-
 import pytest
 import torch
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.formats import FP8Block
 from lit_qrl.precision.layers import block_fp8
 from lit_qrl.precision.unified_fp8 import UnifiedFP8
-from tests.formats.oracle import rounded_blocks, rounded_groups
 
 
 @pytest.mark.parametrize("name", ["torch", "te"])
@@ -28,34 +24,6 @@ def test_a_missing_transformer_engine_is_named(monkeypatch):
 def test_unknown_backends_are_refused():
     with pytest.raises(ConfigError, match=r"auto, te, torch or emulate.*cuda"):
         UnifiedFP8(backend="cuda")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_operands_of_the_emulation_are_the_loops(dtype):
-    torch.manual_seed(0)
-    x = (torch.randn(70, 200) * torch.rand(70, 1) * 4).to(dtype)
-    rows, columns = block_fp8.Emulated().quantize(x, rows=True, columns=True)
-    for operand, matrix in ((rows, x), (columns, x.t())):
-        scale = operand.scale.double().repeat_interleave(128, dim=1)[:, : operand.codes.shape[1]]
-        made = operand.codes.double() * scale
-        torch.testing.assert_close(made[: matrix.shape[0], : matrix.shape[1]], rounded_groups(matrix), rtol=0, atol=0)
-        assert not operand.blocks
-    assert block_fp8.Emulated().quantize(x, rows=False, columns=True)[0] is None
-
-
-def test_a_product_of_the_emulation_is_that_of_its_operands():
-    torch.manual_seed(0)
-    emulated, format = block_fp8.Emulated(), FP8Block()
-    x, weight, bias = torch.randn(5, 256), torch.randn(130, 256), torch.randn(130)
-    along, _ = emulated.inputs(x, columns=False)
-    made = emulated.weight(format.quantize(weight))
-    forward = made.forward
-    exact = rounded_groups(x) @ rounded_blocks(weight).t() + bias.double()
-    torch.testing.assert_close(
-        emulated.multiply(along, forward, torch.float32, bias).double(), exact, rtol=1e-5, atol=1e-4
-    )
-    assert torch.equal(made.turned().codes, forward.codes.t())
-    assert emulated.multiply(along, forward, torch.bfloat16).dtype == torch.bfloat16
 
 
 def test_scales_are_padded_to_what_the_gemm_of_transformer_engine_reads():

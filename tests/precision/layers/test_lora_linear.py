@@ -1,5 +1,3 @@
-"""LoRA layers whose terms are made together, against PEFT's own and against fp64."""
-
 import copy
 
 import pytest
