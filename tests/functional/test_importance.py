@@ -6,7 +6,7 @@ import torch
 from lit_qrl.errors import ConfigError
 from lit_qrl.functional import importance as F
 from lit_qrl.functional.rejection import opsm_keep, ratio_keep, token_veto
-from tests.functional.helpers import DTYPES, RTOL, Ranks, listed, log_ratios, no_host_sync, rows, spread_out
+from tests.functional.helpers import DTYPES, RTOL, Ranks, listed, log_ratios, no_host_sync, on_ranks, rows, spread_out
 
 INF = math.inf
 
@@ -101,8 +101,7 @@ def test_opsm_equals_the_loop():
 def test_adaptive_upper_equals_the_loop(dtype):
     learner, sampler, mask, _ = rows(dtype)
     d = F.log_ratio(learner, sampler, mask)
-    with no_host_sync():
-        got = F.adaptive_upper(d, mask)
+    got = on_ranks(F.adaptive_upper, d, mask)
     second = [math.exp(sum(r)) ** 2 for r in listed(d, mask) if r]
     assert float(got) == pytest.approx(math.sqrt(2 * sum(second) / len(second)), rel=RTOL[dtype])
 
@@ -146,19 +145,12 @@ def test_batch_normalized_leaves_zeros_and_refuses_an_unknown_level():
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_statistics_are_global_over_ranks(level):
+def test_batch_normalized_is_global_over_ranks(level):
     learner, sampler, mask, _ = rows(huge=2.0)
-    d = F.log_ratio(learner, sampler, mask)
-    weights = F.truncated_weights(d, mask, 2.0)
-    whole, upper = F.batch_normalized(weights, mask, level), F.adaptive_upper(d, mask)
-    parts = Ranks(2).run(
-        lambda r, f: (
-            F.batch_normalized(weights[4 * r : 4 * r + 4], mask[4 * r : 4 * r + 4], level, all_reduce=f),
-            F.adaptive_upper(d[4 * r : 4 * r + 4], mask[4 * r : 4 * r + 4], f),
-        )
-    )
-    torch.testing.assert_close(torch.cat([part[0] for part in parts]), whole, rtol=1e-12, atol=0)
-    assert all(float(part[1]) == pytest.approx(float(upper), rel=1e-12) for part in parts)
+    weights = F.truncated_weights(F.log_ratio(learner, sampler, mask), mask, 2.0)
+    halves = list(zip(weights.split(4), mask.split(4), strict=True))
+    parts = Ranks(2).run(lambda r, f: F.batch_normalized(*halves[r], level, all_reduce=f))
+    torch.testing.assert_close(torch.cat(parts), F.batch_normalized(weights, mask, level), rtol=1e-12, atol=0)
 
 
 def test_equal_policies_give_weights_of_exactly_one():
