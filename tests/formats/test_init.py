@@ -17,28 +17,26 @@ def test_a_name_gives_its_format(name):
     assert format == formats.get(name)
 
 
-def test_an_unknown_name_says_what_exists():
-    with pytest.raises(ConfigError, match=r"fp8_rows.*Did you mean 'fp8_row'"):
-        formats.get("fp8_rows")
-
-
-def test_an_unknown_option_says_what_exists():
-    with pytest.raises(ConfigError, match=r"no option 'groupsize'.*Did you mean 'group_size'"):
-        formats.get("int4_group", groupsize=32)
-    with pytest.raises(ConfigError, match="already built"):
-        formats.get(formats.Int4Group(), group_size=32)
-
-
 def test_options_stand_behind_the_name():
     assert formats.get("int4_group:group_size=32,activations=int8") == formats.Int4Group(32, "int8")
     assert formats.get("int4_group:activations=null") == formats.Int4Group()
     assert formats.get("nvfp4:four_over_six") == formats.get("nvfp4:four_over_six=true") != formats.get("nvfp4")
-    with pytest.raises(ConfigError, match=r"no option 'six'"):
-        formats.get("nvfp4:six")
-    with pytest.raises(ConfigError, match=r"group_size of int4_group.*a whole number.*many"):
-        formats.get("int4_group:group_size=many")
-    with pytest.raises(ConfigError, match=r"four_over_six of nvfp4.*true or false.*1"):
-        formats.get("nvfp4:four_over_six=1")
+    with pytest.raises(ConfigError, match="already built"):
+        formats.get(formats.Int4Group(), group_size=32)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("fp8_rows", "fp8_rows.*Did you mean 'fp8_row'"),
+        ("int4_group:groupsize=32", "no option 'groupsize'.*Did you mean 'group_size'"),
+        ("int4_group:group_size=many", "group_size of int4_group.*a whole number.*many"),
+        ("nvfp4:four_over_six=1", "four_over_six of nvfp4.*true or false.*1"),
+    ],
+)
+def test_an_unknown_name_or_option_says_what_exists(name, said):
+    with pytest.raises(ConfigError, match=said):
+        formats.get(name)
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -106,13 +106,10 @@ def test_adaptive_upper_equals_the_loop(dtype):
     assert float(got) == pytest.approx(math.sqrt(2 * sum(second) / len(second)), rel=RTOL[dtype])
 
 
-def test_adaptive_upper_does_not_overflow_before_its_result_does():
+def test_adaptive_upper_of_large_ratios_of_an_empty_batch_and_as_a_bound():
     d, mask = torch.full((2, 1), 60.0), torch.ones(2, 1, dtype=torch.bool)
     assert float(F.adaptive_upper(d, mask)) == pytest.approx(math.sqrt(2) * math.exp(60), rel=1e-4)
     assert math.isinf(float(torch.exp(2 * d[0, 0])))
-
-
-def test_adaptive_upper_of_an_empty_batch_and_as_a_bound():
     nothing = torch.zeros(2, 3, dtype=torch.bool)
     assert float(F.adaptive_upper(torch.zeros(2, 3), nothing)) == pytest.approx(math.sqrt(2))
     d, mask = torch.tensor([[3.0], [-3.0], [-3.0]]), torch.ones(3, 1, dtype=torch.bool)

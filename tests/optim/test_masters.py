@@ -201,9 +201,6 @@ def test_masters_are_kept_where_a_trained_parameter_has_fewer_than_32_bits(caplo
     assert not caplog.text
     assert isinstance(trained_by(adamw, named_weights(), False), torch.optim.AdamW)
     assert "weights in bfloat16 round each update" in caplog.text
-
-
-def test_fp16_weights_under_a_loss_scaler_are_refused():
     with pytest.raises(ConfigError, match="A loss scaler takes no gradients in fp16"):
         trained_by(adamw, named_weights(torch.float16), True, scaler=object())
 

@@ -14,7 +14,7 @@ from lit_qrl.formats import MXFP4, NF4, NVFP4, FP8Block, FP8Row, FP8Tensor, Int4
 from lit_qrl.formats.base import QuantizedWeight
 from lit_qrl.formats.kernels import dispatch
 from lit_qrl.network.quantized_linear import QuantizedLinear
-from lit_qrl.precision import NVFP4LoRA, PackedLoRA, QATAligned, UnifiedFP8
+from lit_qrl.precision import PackedLoRA, QATAligned, UnifiedFP8
 from lit_qrl.precision.layers import block_fp8
 from lit_qrl.precision.layers.low_bit import LowBitLinear
 from lit_qrl.precision.layers.packed_linear import moved
@@ -22,7 +22,7 @@ from lit_qrl.precision.packed_lora import PackedLinear
 from lit_qrl.precision.source import unchanged
 from lit_qrl.precision.unified_fp8 import Unified
 from tests.formats.oracle import bits, weights
-from tests.precision.toy import LINEARS, Module, Policy, configured
+from tests.precision.toy import Module, Policy, configured
 
 pytestmark = pytest.mark.gpu
 
@@ -262,19 +262,6 @@ def test_compiled_dequantization_is_the_plain_one_and_nothing_is_kept(name):
     assert held - torch.cuda.memory_allocated() < weight.numel()
 
 
-def test_a_packed_policy_trains_on_the_device():
-    policy = Policy(lora=LoraConfig(r=4, target_modules="all-linear"), dtype=torch.bfloat16)
-    policy.configure()
-    plugin = NVFP4LoRA("nvfp4")
-    plugin.configure_policy(policy)
-    policy.to(DEVICE)
-    tokens = torch.randint(0, 32, (4, 6), device=DEVICE)
-    policy(tokens).float().logsumexp(-1).mean().backward()
-    assert sorted(plugin.packed(policy)) == sorted(LINEARS)
-    trained = [p for p in policy.parameters() if p.requires_grad]
-    assert all(p.grad is not None for p in trained)
-
-
 def test_the_unified_plugin_picks_a_backend_that_runs():
     plugin = UnifiedFP8("auto", exclude=["*self_attn*"])
     module = configured(dtype=torch.bfloat16)
@@ -309,9 +296,9 @@ def test_a_packed_base_of_8_bits_multiplies_as_the_embedded_sampler_and_keeps_no
     assert cosine > 0.99999
 
 
-@pytest.mark.parametrize("format", ["fp8_row", "fp8_block"])
-def test_a_policy_over_an_8_bit_base_has_the_gradients_of_its_dequantized_twin(format):
-    """Under one adapter: inputs that are rounded move the gradient of its factors by little."""
+@pytest.mark.parametrize("format", ["fp8_row", "fp8_block", "nvfp4"])
+def test_a_policy_over_a_packed_base_has_the_gradients_of_its_dequantized_twin(format):
+    """Under one adapter: rounded inputs, as 8 bits have them, move the gradient of its factors by little."""
     grads = []
     for kernel in ("auto", "dequantize"):
         options = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
@@ -324,4 +311,4 @@ def test_a_policy_over_an_8_bit_base_has_the_gradients_of_its_dequantized_twin(f
             policy(torch.arange(24, device=DEVICE).view(4, 6)).log_softmax(-1)[..., 3].sum().backward()
         grads.append(torch.cat([p.grad.flatten().float() for p in policy.parameters() if p.requires_grad]))
     assert torch.nn.functional.cosine_similarity(*grads, dim=0) > 0.95
-    assert not torch.equal(*grads)
+    assert format == "nvfp4" or not torch.equal(*grads)
