@@ -1,4 +1,3 @@
-import itertools
 import math
 
 import pytest
@@ -12,11 +11,6 @@ from lit_qrl.functional.diffusion import (
     masked_estimate,
     most_confident,
 )
-
-MASK = 2
-
-
-# ------------------------------------------------------------------------------------------------- drawing, unmasking
 
 
 def test_gumbel_noise_is_the_published_form():
@@ -75,73 +69,6 @@ def test_blocks_go_from_left_to_right():
             blocks_of(length, block)
 
 
-# ---------------------------------------------------------------------------------------------------------- estimates
-
-WORDS = 3  # two words and the mask
-PROMPT, LENGTH, BLOCK, CHANCE = [0, 1], 4, 2, 0.3
-
-
-def log_probs_of(canvas):
-    """A small model: logits of a position from its place, from every token and from their places; words only."""
-    logits = torch.zeros(len(canvas), WORDS, dtype=torch.float64)
-    for place in range(len(canvas)):
-        for other, token in enumerate(canvas):
-            for word in range(WORDS):
-                logits[place, word] += math.sin(1 + 3 * place + 5 * token + 7 * word + 2 * other * (token + 1))
-    logits[:, MASK] = float("-inf")
-    return logits.log_softmax(-1)
-
-
-def score_of(completion):
-    def score(canvas, part):
-        columns = range(len(PROMPT) + part.start, len(PROMPT) + part.stop)
-        rows = [
-            [log_probs_of(row.tolist())[c, word[c - len(PROMPT)]] for c in columns]
-            for row, word in zip(canvas, completion, strict=True)
-        ]
-        return torch.tensor(rows, dtype=torch.float64)[None]
-
-    return score
-
-
-def enumerated(completion, block):
-    """The expectation over all masks of the prompt, and for each the log-probs position by position."""
-    total = [0.0] * LENGTH
-    for hidden in itertools.product([False, True], repeat=len(PROMPT)):
-        chance = math.prod(CHANCE if one else 1 - CHANCE for one in hidden)
-        shown = [MASK if one else token for one, token in zip(hidden, PROMPT, strict=True)]
-        for place in range(LENGTH):
-            known = 0 if block is None else place // block * block
-            canvas = [*shown, *completion[:known], *[MASK] * (LENGTH - known)]
-            total[place] += chance * float(log_probs_of(canvas)[len(PROMPT) + place, completion[place]])
-    return total
-
-
-@pytest.mark.parametrize("block", [None, BLOCK])
-def test_estimates_over_all_masks_match_enumeration(block):
-    completions = [list(words) for words in itertools.product([0, 1], repeat=LENGTH)]
-    prompt = torch.tensor([PROMPT] * len(completions))
-    completion = torch.tensor(completions)
-    expected = torch.tensor([enumerated(words, block) for words in completions], dtype=torch.float64)
-    got = torch.zeros_like(expected)
-    for hidden in itertools.product([False, True], repeat=len(PROMPT)):
-        chance = math.prod(CHANCE if one else 1 - CHANCE for one in hidden)
-        drawn = torch.tensor(hidden).expand(1, *prompt.shape)
-        got += chance * masked_estimate(score_of(completions), prompt, completion, LENGTH, drawn, MASK, block)[0]
-    torch.testing.assert_close(got, expected)
-
-
-def test_an_estimate_is_the_mean_over_its_masks():
-    completion = torch.tensor([[0, 1, 1, 0]])
-    prompt, score = torch.tensor([PROMPT]), score_of(completion.tolist())
-    masks = torch.tensor([[[True, False]], [[False, False]], [[True, False]]])
-    each = [masked_estimate(score, prompt, completion, LENGTH, masks[i : i + 1], MASK) for i in range(3)]
-    together = masked_estimate(score, prompt, completion, LENGTH, masks, MASK)
-    torch.testing.assert_close(together, sum(each) / 3)
-    with pytest.raises(ValueError, match="mask"):
-        masked_estimate(score, prompt, completion, LENGTH, masks[:0], MASK)
-
-
 def test_views_of_a_completion_that_ended_early():
     """What stands right of its last token is masked, and blocks behind it are not scored."""
     prompt, completion = torch.tensor([[5, 6]]), torch.tensor([[7, 8, 9]])
@@ -151,3 +78,5 @@ def test_views_of_a_completion_that_ended_early():
     views = list(canvases(prompt, completion, 6, hidden, 0, block=2))
     assert [view.tolist() for view, _ in views] == [[[5, 0, *[0] * 6]], [[5, 0, 7, 8, 0, 0, 0, 0]]]
     assert [part for _, part in views] == [slice(0, 2), slice(2, 3)]
+    with pytest.raises(ValueError, match="mask"):
+        masked_estimate(lambda canvas, part: None, prompt, completion, 6, hidden[None][:0], 0)

@@ -165,47 +165,6 @@ def test_metrics_are_pairs_of_sum_and_count():
     assert all(pair[0] > 0 for pair in wanted.values())
 
 
-@pytest.mark.parametrize("reduction", ["sequence", "token", "constant"])
-@pytest.mark.parametrize("name", ["gspo", "tbpo"])
-def test_with_one_weight_for_a_sequence_the_gradient_is_that_of_its_ratio(name, reduction):
-    """Of the ratio s itself, differentiated as a mean over the tokens: the loss of the papers."""
-    learner, old, mask, advantages, weights, *_ = problem(torch.float64)
-    weights = weights[:, :1].expand(mask.shape).contiguous()
-    if name == "gspo":
-        token = F.gspo(learner, old, advantages, mask, weights, 0.3, 0.4)
-    else:
-        token = F.tbpo(learner, old, advantages, mask, torch.zeros_like(weights), 0.4, 0.3, 0.7)
-        token.loss = token.loss * weights
-    (gradient,) = torch.autograd.grad(reduce(token.loss, mask, reduction, 6), learner)
-    direct = learner.detach().clone().requires_grad_()
-    lengths = mask.sum(1, keepdim=True).clamp(min=1)
-    s = (torch.where(mask, direct - old, 0.0).sum(1, keepdim=True) / lengths).exp()
-    a = advantages[:, None]
-    if name == "gspo":
-        gain = torch.minimum(s * a, s.clamp(0.7, 1.4) * a)
-    else:
-        gain = torch.where(a < 0, s.clamp(0.7, 1.7), s.clamp(0.0, 1.4)) * a
-    loss = torch.where(mask, -weights * gain, 0.0)
-    torch.testing.assert_close(token.loss.detach(), loss.detach(), rtol=1e-12, atol=0)
-    reduce(loss, mask, reduction, 6).backward()
-    assert (gradient != 0).any()
-    torch.testing.assert_close(gradient, direct.grad, rtol=1e-11, atol=1e-15)
-
-
-@pytest.mark.parametrize("name", ["gspo", "tbpo"])
-def test_a_token_of_weight_zero_gets_no_gradient_and_the_others_keep_theirs(name):
-    old = torch.full((1, 3), -1.0, dtype=torch.float64)
-    mask, advantages = torch.ones(1, 3, dtype=torch.bool), torch.tensor([-1.0], dtype=torch.float64)
-    weights = torch.tensor([[0.5, 0.0, 2.0]], dtype=torch.float64)
-    learner = (old + torch.tensor([[3e-4, -1e-4, 1e-4]])).requires_grad_()
-    if name == "gspo":
-        loss = F.gspo(learner, old, advantages, mask, weights).loss
-    else:
-        loss = F.tbpo(learner, old, advantages, mask, torch.zeros_like(old)).loss * weights
-    loss.sum().backward()
-    torch.testing.assert_close(learner.grad, weights * math.exp(1e-4), rtol=1e-9, atol=0)
-
-
 def test_a_wholly_rejected_batch_has_loss_and_gradient_zero():
     learner, old, mask, advantages, weights, _, mismatch = problem(torch.float64)
     nothing = torch.zeros_like(mask)

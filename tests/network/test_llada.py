@@ -11,23 +11,19 @@ from lit_qrl.network.llada import LLaDAForMaskedDiffusion, as_llama
 from tests.networks import WORDS
 
 HEADS, DIM, LAYERS, THETA, EPS, VOCABULARY = 2, 16, 2, 500_000.0, 1e-5, len(WORDS) + 1
+OFF = ("alibi", "attention_layer_norm", "bias_for_layer_norm", "include_bias", "include_qkv_bias", "input_emb_norm")
 PUBLISHED = {
+    **dict.fromkeys((*OFF, "scale_logits", "weight_tying"), False),
     "activation_type": "silu",
-    "alibi": False,
     "architectures": ["LLaDAModelLM"],
-    "attention_layer_norm": False,
     "auto_map": {
         "AutoConfig": "configuration_llada.LLaDAConfig",
         "AutoModelForCausalLM": "modeling_llada.LLaDAModelLM",
     },
-    "bias_for_layer_norm": False,
     "block_type": "llama",
     "d_model": DIM,
     "embedding_size": VOCABULARY,
     "eos_token_id": 1,
-    "include_bias": False,
-    "include_qkv_bias": False,
-    "input_emb_norm": False,
     "layer_norm_type": "rms",
     "mask_token_id": VOCABULARY - 1,
     "max_sequence_length": 64,
@@ -42,9 +38,7 @@ PUBLISHED = {
     "rms_norm_eps": EPS,
     "rope": True,
     "rope_theta": THETA,
-    "scale_logits": False,
     "vocab_size": VOCABULARY,
-    "weight_tying": False,
 }
 
 
