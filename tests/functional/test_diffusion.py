@@ -3,14 +3,7 @@ import math
 import pytest
 import torch
 
-from lit_qrl.functional.diffusion import (
-    blocks_of,
-    canvases,
-    confidence,
-    gumbel_argmax,
-    masked_estimate,
-    most_confident,
-)
+from lit_qrl.functional.diffusion import blocks_of, canvases, confidence, gumbel_argmax, masked_estimate, most_confident
 
 
 def test_gumbel_noise_is_the_published_form():

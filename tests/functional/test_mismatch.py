@@ -112,10 +112,7 @@ def test_k3_keeps_its_digits(dtype):
     torch.testing.assert_close(k3_divergence(d).double(), wanted, rtol=rtol, atol=0)
 
 
-@given(
-    values=st.lists(st.floats(0, 90), min_size=1, max_size=40),
-    q=st.sampled_from([0.5, 0.9, 0.99]),
-)
+@given(values=st.lists(st.floats(0, 90), min_size=1, max_size=40), q=st.sampled_from([0.5, 0.9, 0.99]))
 @settings(max_examples=100, deadline=None)
 def test_quantile_is_within_one_bin(values, q):
     got = float(log_quantile(torch.tensor(values, dtype=torch.float64), torch.ones(len(values)).bool(), q))

@@ -78,11 +78,7 @@ def rows(run):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "versions"),
-    [
-        (ONE_OFF, [0, 0, 1, 2, 3, 4, 5]),
-        (THREE_OFF, [0, 0, 0, 0, 1, 1, 1]),
-    ],
+    ("schedule", "versions"), [(ONE_OFF, [0, 0, 1, 2, 3, 4, 5]), (THREE_OFF, [0, 0, 0, 0, 1, 1, 1])]
 )
 def test_every_rollout_is_drawn_by_the_weights_that_the_schedule_says(tmp_path, schedule, versions):
     on_policy = fit(tmp_path / "on", {})

@@ -101,10 +101,7 @@ def run(folder, epochs, resume=False, name="nvfp4"):
         source = Path(model_folder(folder / "source"))
         quantize_checkpoint(source, folder / "model", format)  # where `build` looks for its model
     trainer, module, data = build(
-        folder,
-        policy={"lora": lora()},
-        format="auto",
-        trainer={"max_epochs": epochs, "plugins": [NVFP4LoRA(format)]},
+        folder, policy={"lora": lora()}, format="auto", trainer={"max_epochs": epochs, "plugins": [NVFP4LoRA(format)]}
     )
     last = str(folder / "run" / "checkpoints" / "last.ckpt") if resume else None
     trainer.fit(module, datamodule=data, ckpt_path=last, weights_only=True if resume else None)

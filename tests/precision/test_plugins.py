@@ -14,15 +14,7 @@ from lit_qrl.network.stream import weight_stream
 from lit_qrl.precision import NVFP4LoRA, PackedLoRA, QATAligned, UnifiedFP8
 from lit_qrl.precision.layers.low_bit import LowBitLinear
 from lit_qrl.precision.source import unchanged
-from tests.precision.toy import (
-    LINEARS,
-    Module,
-    Policy,
-    fit,
-    network,
-    resumed_equals_uninterrupted,
-    weights_of,
-)
+from tests.precision.toy import LINEARS, Module, Policy, fit, network, resumed_equals_uninterrupted, weights_of
 
 PLUGINS = {
     "aligned": lambda: QATAligned(Int4Group(32)),
