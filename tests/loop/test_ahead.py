@@ -373,12 +373,6 @@ def test_the_learner_does_not_wait_for_the_engine_to_score(tmp_path):
     assert ages(run)[1:] == [1, 1]
 
 
-def test_tokens_are_never_older_than_allowed_whenever_the_weights_come(tmp_path):
-    run = flight(tmp_path, epochs=8, waits=False)
-    assert max(ages(run)) <= 2
-    assert run.watch.prompts == fit(tmp_path / "on", {}, epochs=8).watch.prompts
-
-
 def test_a_run_with_updates_in_flight_goes_on(tmp_path):
     cut = flight(tmp_path / "cut", epochs=6, waits=False, callbacks=[StopAfter(3)])
     rest = flight(tmp_path / "rest", epochs=6, waits=False, ckpt_path=str(cut.folder / "checkpoints" / "last.ckpt"))
