@@ -4,7 +4,6 @@ import torch
 from lit_qrl import formats
 from lit_qrl.formats.base import compressed_tensors_config, expect_shape
 from tests.formats.oracle import bits
-from tests.operations import counted
 
 
 def test_a_format_is_shown_by_name_and_settings():
@@ -56,10 +55,3 @@ def test_a_stack_has_the_codes_of_its_matrices_one_by_one(name, rows, dtype):
             assert held is None or held[index].shape == expected.shape
             assert held is None or torch.equal(bits(held[index]), bits(expected))
         assert torch.equal(format.dequantize_stack(together, dtype)[index], format.dequantize(alone, dtype))
-
-
-def test_a_stack_is_quantized_in_the_operations_of_one_matrix():
-    stack = stack_of_experts(torch.bfloat16).repeat(5, 1, 1)
-    for name in ("fp8_row", "fp8_block", "fp8_tensor", "int4_group", "int8_channel", "nvfp4", "mxfp4", "int3_channel"):
-        format = formats.get(name)
-        assert counted(lambda f=format: f.quantize_stack(stack)) <= counted(lambda f=format: f.quantize(stack[0])) + 8

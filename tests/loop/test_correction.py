@@ -113,10 +113,6 @@ def one_update(folder, monkeypatch, callbacks, objective, **data):
         (lambda: TokenVeto(0.998), GRPO(scale="none", reduction="token"), 1),
         (lambda: GeometricRejection(0.9999, 1.0001), GRPO(scale="none"), 1),
     ],
-    ids=[
-        *("tis", "mis", "sequence-tis", "geometric-mis", "tbpo"),
-        *("tis-whole", "normalized-whole", "ais-whole", "veto-whole", "rs-whole"),
-    ],
 )
 def test_the_training_forward_gives_what_a_scoring_pass_gives(tmp_path, monkeypatch, callback, objective, parts):
     own = [callback()] if callback else []

@@ -148,7 +148,7 @@ def test_int4_weights_under_8_bit_activations_equal_the_cpu_s(activations):
 def test_fused_weight_quantizers_are_the_plain_operations(case, dtype, monkeypatch):
     weight = weights(dtype)[case].to(DEVICE)
     assert dispatch.available(weight, "values")
-    for format in (FP8Block(), Int4Group(32), Int4Group(128)):
+    for format in (FP8Row(), FP8Block(), Int4Group(32), Int4Group(128)):
         one_pass = format.quantize(weight)
         with monkeypatch.context() as patch:
             patch.setattr(dispatch, "available", lambda x, kernel: False)
@@ -165,7 +165,7 @@ def test_fused_quantizers_show_what_is_not_finite():
     for value in (float("nan"), float("inf")):
         broken = x.clone()
         broken[3, 5] = value
-        for format in (FP8Block(), Int4Group(32)):
+        for format in (FP8Block(), Int4Group(32), NVFP4()):
             with pytest.raises(ValueError, match="NaN or inf"):
                 format.quantize(broken)
         assert torch.isnan(FP8Block().linear(broken.bfloat16(), FP8Block().quantize(x.bfloat16()))).any()
