@@ -21,11 +21,6 @@ def test_share_over_ranks():
     assert float(statistics.share(mask & False, hit)) == 0.0
 
 
-def test_no_columns_is_an_error():
-    with pytest.raises(ValueError, match="completions are empty"):
-        statistics.require_tokens(torch.zeros(3, 0, dtype=torch.bool))
-
-
 def test_the_watch_for_synchronisations_sees_them():
     values, chosen = torch.ones(2), torch.tensor([True, False])
     with pytest.raises(AssertionError, match="waits for the device"), no_host_sync():

@@ -202,8 +202,7 @@ def test_a_completion_without_a_score_is_in_no_statistic_and_no_loss(tmp_path):
         known = [float(rollout.rewards[j]) for j in range(i // 4 * 4, i // 4 * 4 + 4) if not unscored[j] and j != i]
         wanted = 0.0 if unscored[i] else float(rollout.rewards[i]) - sum(known) / len(known)
         assert float(rollout.advantages[i]) == pytest.approx(wanted, abs=1e-5)
-    row = (tmp_path / "run" / "metrics.csv").read_text().splitlines()
-    metrics = dict(zip(row[0].split(","), row[1].split(","), strict=True))
+    metrics = csv_rows(tmp_path / "run" / "metrics.csv")[0]
     scored = rollout.rewards[~rollout.rewards.isnan()]
     assert float(metrics["reward/unscored"]) == 7 / 16
     assert float(metrics["reward/mean"]) == pytest.approx(float(scored.mean()), rel=1e-5)

@@ -205,25 +205,6 @@ def test_inputs_are_kept_in_eight_bits_on_the_device():
     assert kept < x.numel() * 1.1
 
 
-@pytest.mark.parametrize(
-    "format", [Int4Group(32), FP8Row(), FP8Block(), FP8Tensor("token"), Int8Channel()], ids=lambda format: format.name
-)
-def test_an_aligned_layer_learns_on_the_device(format):
-    torch.manual_seed(0)
-    linear = nn.Linear(256, 256, device=DEVICE, dtype=torch.bfloat16)
-    plugin = QATAligned(format)
-    model = nn.Sequential(linear, nn.SiLU())
-    plugin.convert_module(model)
-    x = torch.randn(4, 64, 256, device=DEVICE, dtype=torch.bfloat16)
-    loss = model(x).float().pow(2).mean()
-    loss.backward()
-    (layer,) = plugin.layers(model).values()
-    assert layer.weight.grad.isfinite().all()
-    policy = SimpleNamespace(network=model, named_weights=model.named_parameters)
-    exported = dict(plugin.source(policy, format).whole(unchanged, None))
-    assert all(tensor.is_cuda for name, tensor in exported.items() if not name.endswith("shape"))
-
-
 FOUR_BITS = [Int4Group(32), Int4Group(32, "fp8"), Int4Group(32, "int8"), NVFP4(), MXFP4(), NF4()]
 
 
@@ -234,13 +215,16 @@ def test_an_aligned_layer_s_gradients_are_the_cpu_s(format, backward):
     plain, x = nn.Linear(256, 256, dtype=torch.bfloat16), torch.randn(96, 256).bfloat16()
     upstream, found = torch.randn(96, 256).bfloat16(), []
     for device in ("cpu", DEVICE):
-        model = nn.Sequential(copy.deepcopy(plain)).to(device)
-        QATAligned(format, backward=backward).convert_module(model)
+        model, plugin = nn.Sequential(copy.deepcopy(plain)).to(device), QATAligned(format, backward=backward)
+        plugin.convert_module(model)
         own = x.detach().to(device).requires_grad_()
         model(own).backward(upstream.to(device))
         found.append([own.grad.cpu().double().flatten(), model[0].weight.grad.cpu().double().flatten()])
     for here, there in zip(*found, strict=True):
         assert torch.cosine_similarity(here, there, dim=0) > 0.9999
+    policy = SimpleNamespace(network=model, named_weights=model.named_parameters)
+    exported = dict(plugin.source(policy, format).whole(unchanged, None))
+    assert all(tensor.is_cuda for name, tensor in exported.items() if not name.endswith("shape"))
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "nf4", "int4_group"])
