@@ -14,9 +14,7 @@ def test_gumbel_noise_is_the_published_form():
     for temperature in (0.2, 1.0, 2.0):
         published = logits.exp() / (-uniform.log()) ** temperature
         assert torch.equal(gumbel_argmax(logits, uniform, temperature), published.argmax(-1))
-
-
-def test_greedy_takes_the_first_of_equal_scores():
+    # without noise the first of equal scores is taken
     logits = torch.tensor([[0.0, 3.0, 3.0]])
     assert gumbel_argmax(logits, None, 1.0).tolist() == [1]
     assert gumbel_argmax(logits, torch.rand(1, 3), 0.0).tolist() == [1]
