@@ -78,6 +78,20 @@ def ulps(ours: Tensor, exact: Tensor, absolute: Tensor) -> Tensor:
     return (ours.double() - exact).abs() / unit.clamp_min(1e-300)
 
 
+def rounded(x: Tensor, kind: str | None) -> Tensor:
+    """Return inputs "m k" as a GEMM reads them whose scales are per `tensor`, `token`, `group` or, `int8`, token."""
+    if kind == "group":
+        return rounded_groups(x)
+    out = x.double()
+    for i in range(len(x) if kind else 0):
+        amax = (x if kind == "tensor" else x[i]).float().abs().max()
+        if kind == "int8":
+            out[i] = torch.round(x[i].float() / (amax / 127)).double() * (amax / 127).double()
+        else:
+            out[i] = (x[i].float() / (amax / 448)).to(torch.float8_e4m3fn).double() * (amax / 448).double()
+    return out
+
+
 def rounded_groups(matrix: Tensor) -> Tensor:
     """Return each 1×128 of a matrix in E4M3, in a loop, fp64."""
     out = torch.empty(matrix.shape, dtype=torch.float64)

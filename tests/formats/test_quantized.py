@@ -17,7 +17,7 @@ from lit_qrl.formats import MXFP4, NF4, NVFP4, FP8Block, FP8Row, FP8Tensor, Int3
 from lit_qrl.formats.support import row_of
 from lit_qrl.quantize import quantize_checkpoint, writable
 from lit_qrl.rollout.vllm.checks import check_format
-from tests.formats.oracle import args, compressed, gemm64, rounded_groups, same_bits, ulps, weights
+from tests.formats.oracle import args, compressed, gemm64, rounded, same_bits, ulps, weights
 
 CASES = list(weights(torch.float32))
 
@@ -92,20 +92,6 @@ def test_codes_and_scales_are_those_of_compressed_tensors(name, case, dtype):
     assert (q.global_scale is None and global_scale is None) or same_bits(q.global_scale, global_scale)
     assert one.codes is None or same_bits(q.codes, one.codes(codes))  # None: the library packs in another way
     torch.testing.assert_close(one.format.dequantize(q), numbers, rtol=1e-6, atol=0)
-
-
-def rounded(x, kind):
-    """Inputs "m k" as a GEMM of that kind reads them, in a loop, fp64."""
-    if kind == "group":
-        return rounded_groups(x)
-    out = x.double()
-    for i in range(len(x) if kind else 0):
-        amax = (x if kind == "tensor" else x[i]).float().abs().max()
-        if kind == "int8":
-            out[i] = torch.round(x[i].float() / (amax / 127)).double() * (amax / 127).double()
-        else:
-            out[i] = (x[i].float() / (amax / 448)).to(torch.float8_e4m3fn).double() * (amax / 448).double()
-    return out
 
 
 LINEAR = {

@@ -10,6 +10,8 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.network.stream import weight_stream
 from lit_qrl.precision.layers.low_bit import LowBitLinear
 from lit_qrl.precision.qat import Aligned, QATAligned
+from tests.formats.oracle import rounded
+from tests.formats.test_mxfp8 import of_the_matrix
 from tests.precision.toy import HIDDEN, LINEARS, configured, fit
 
 INT4 = "int4_group:group_size=32"
@@ -25,38 +27,14 @@ def fake_quantized(tensor, numbers):
     return tensor + (numbers - tensor).detach()
 
 
-def nearest_e4m3(values):
-    """Each number's nearest neighbour among all of E4M3's, ties to the even code, without a cast."""
-    grid = [m * 2.0**-9 for m in range(8)] + [(8 + m) * 2.0 ** (e - 10) for e in range(1, 16) for m in range(8)][:-1]
-    grid = torch.tensor(grid, dtype=torch.float64)
-    distance = (values.abs().unsqueeze(-1) - grid).abs()
-    least = distance.amin(-1, keepdim=True)
-    tied = distance == least
-    even = tied & (torch.arange(len(grid)) % 2 == 0)
-    index = torch.where(even.any(-1), even.int().argmax(-1), tied.int().argmax(-1))
-    return grid[index] * values.sign()
+LOOPS = {"fp8_row": "token", "fp8_block": "group", "int8_channel": "int8", "fp8": "token"}
 
 
 def rounded_input(format, x):
-    """The activations that a format multiplies, written anew: the scale of each row, call or block, and its codes."""
-    if not format.quantizes_activations:
-        return x.double()
-    x = x.double()
-    parts = x.split({"fp8_block": 128, "mxfp8": 32}.get(format.name, x.shape[-1]), dim=-1)
-    kind = getattr(format, "activations", None)
-    made = []
-    for part in parts:
-        largest = part.abs().amax() if kind == "tensor" else part.abs().amax(-1, keepdim=True)
-        if kind == "int8" or format.name == "int8_channel":
-            scale = (largest.float() / 127).double()
-            made.append((part / scale).round() * scale)
-        else:
-            scale = (largest.float() / 448).double()
-            if format.name == "mxfp8":
-                scale = 2.0 ** (largest.log2().floor() - 8)
-                part = part.clamp(-448 * scale, 448 * scale)
-            made.append(nearest_e4m3((part / scale).float().double()) * scale)
-    return torch.cat(made, -1)
+    """The activations that a format multiplies, by the loops of the formats' own tests."""
+    rows, kind = x.flatten(0, 1), LOOPS.get(format.name, getattr(format, "activations", None))
+    made = of_the_matrix(rows)[1] if format.name == "mxfp8" else rounded(rows, LOOPS.get(kind, kind))
+    return made.view(x.shape)
 
 
 def cosine(one, other):
