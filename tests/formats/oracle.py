@@ -1,5 +1,7 @@
 """The oracle of the format tests: what compressed-tensors makes of a weight, and a GEMM in fp64."""
 
+import bisect
+
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import quantize
@@ -7,6 +9,14 @@ from compressed_tensors.quantization.utils import calculate_qparams, generate_gp
 from torch import Tensor
 
 SHAPE = (256, 384)
+# The finite numbers of E4M3, from their bits: 4 of the exponent with bias 7, 3 of the mantissa; the last code is NaN.
+E4M3 = [(m / 8 if e == 0 else 1 + m / 8) * 2.0 ** max(e - 7, -6) for e in range(16) for m in range(8)][:-1]
+
+
+def nearest(values: list[float], x: float) -> int:
+    """Return the place of the nearest of sorted numbers, of two as near the even place."""
+    at = min(bisect.bisect_left(values, x), len(values) - 1)
+    return min(range(max(at - 1, 0), at + 1), key=lambda i: (abs(values[i] - x), i % 2))
 
 
 def weights(dtype: torch.dtype, shape: tuple[int, int] = SHAPE) -> dict[str, Tensor]:

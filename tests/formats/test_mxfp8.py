@@ -10,10 +10,7 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.formats import MXFP8
 from lit_qrl.precision.packed_lora import PackedLoRA
 from lit_qrl.rollout.vllm.checks import check_format
-from tests.formats.oracle import gemm64, ulps, weights
-
-# The finite numbers of E4M3, from their bits: 4 of the exponent with bias 7, 3 of the mantissa; the last code is NaN.
-E4M3 = [(m / 8 if e == 0 else 1 + m / 8) * 2.0 ** max(e - 7, -6) for e in range(16) for m in range(8)][:-1]
+from tests.formats.oracle import E4M3, gemm64, nearest, ulps, weights
 
 
 def of_the_specification(block):
@@ -23,8 +20,7 @@ def of_the_specification(block):
     values = []
     for x in block:
         size = min(abs(x) * 2.0**-exponent, 448.0)
-        code = min(range(len(E4M3)), key=lambda c: (abs(E4M3[c] - size), c % 2))  # of a tie the even code
-        values.append(math.copysign(E4M3[code] * 2.0**exponent, x))
+        values.append(math.copysign(E4M3[nearest(E4M3, size)] * 2.0**exponent, x))
     return exponent, values
 
 

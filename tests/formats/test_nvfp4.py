@@ -1,4 +1,3 @@
-import bisect
 import math
 
 import pytest
@@ -6,17 +5,9 @@ import torch
 
 from lit_qrl import formats
 from lit_qrl.formats import NVFP4, support
+from tests.formats.oracle import E4M3, nearest
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-E4M3 = sorted(
-    {m / 8 * 2.0**-6 for m in range(8)} | {(1 + m / 8) * 2.0**e for e in range(-6, 9) for m in range(8)} - {480}
-)
-
-
-def nearest(values, x):
-    """The nearest of sorted numbers, of two as near the one at an even place."""
-    at = min(bisect.bisect_left(values, x), len(values) - 1)
-    return min(range(max(at - 1, 0), at + 1), key=lambda i: (abs(values[i] - x), i % 2))
 
 
 def two_candidates(block, amax):

@@ -61,17 +61,6 @@ def test_each_pass_deals_every_sequence_once_and_groups_stay_whole(tmp_path, siz
         assert len({tuple(order) for order in orders}) > 1  # every pass and iteration has an order of its own
 
 
-def test_a_mini_batch_s_denominator_is_the_same_in_all_its_parts(tmp_path):
-    seen = Dealt()
-    data = {"mini_batches": 2, "micro_batches": 4}
-    objective = GRPO(scale="none", reduction="token")
-    fit(tmp_path, callbacks=[seen], data=data, objective=objective, trainer={"max_epochs": 1})
-    (parts,) = seen.parts
-    for start in (0, 4):
-        tokens = sum(int(part.batch.mask.sum()) for part in parts[start : start + 4])
-        assert {float(part.total) for part in parts[start : start + 4]} == {float(tokens)}
-
-
 class Constant(DigitReward):
     """The same score within a group for all prompts but those whose number is a multiple of three."""
 
