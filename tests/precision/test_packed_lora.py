@@ -107,21 +107,6 @@ def test_an_8_bit_base_is_scored_as_its_sampler_computes_and_one_of_4_bits_as_it
         assert {layer.kernel for layer in layers} == {"dequantize"}
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_base_and_adapter_agree_with_the_merged_weights(name):
-    policy, source = source_of(name)
-    plain = network(seed=9)
-    merged = dict(source.plain(None))
-    assert sorted(merged) == sorted(dict(plain.named_parameters()))
-    plain.load_state_dict(merged, strict=False)
-    tokens = torch.arange(12).view(2, 6)
-    with torch.no_grad():
-        ours, theirs = policy(tokens), plain(input_ids=tokens).logits
-    assert torch.allclose(ours, theirs, atol=1e-4)
-    with torch.no_grad(), policy.model.disable_adapter():
-        assert not torch.allclose(policy(tokens), theirs, atol=1e-2)
-
-
 def test_a_checkpoint_over_another_base_is_refused(tmp_path):
     _, run = fit(tmp_path, NVFP4LoRA(), Module(Policy(lora=lora())))
     run.save_checkpoint(tmp_path / "a.ckpt")
