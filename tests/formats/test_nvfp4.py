@@ -3,8 +3,7 @@ import math
 import pytest
 import torch
 
-from lit_qrl import formats
-from lit_qrl.formats import NVFP4, support
+from lit_qrl.formats import NVFP4
 from tests.formats.oracle import E4M3, nearest
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
@@ -65,12 +64,9 @@ def nvfp4_of(token):
 
 @pytest.mark.parametrize(("share", "blocks", "error"), [(0.0, 0, 0.0944), (0.3, 3, 0.0457), (1.0, 8, 0.0086)])
 def test_residual_activation_compensation_is_a_second_pass_over_the_blocks_with_the_largest_error(
-    share, blocks, error, monkeypatch
+    share, blocks, error, format_rows
 ):
-    monkeypatch.setattr(formats, "_FORMATS", dict(formats._FORMATS))  # the example puts its format into both
-    monkeypatch.setattr(support, "TABLE", dict(support.TABLE))
-    monkeypatch.setattr(formats, "TABLE", support.TABLE)
-    from examples.evidence_grid.four_bits import NVFP4W4A4
+    from examples.evidence_grid.four_bits import NVFP4W4A4  # which adds itself to the formats
 
     x = torch.randn(5, 128, generator=torch.Generator().manual_seed(0)) * torch.linspace(0.1, 3, 128)
     made = NVFP4W4A4(residual=share).dequantized_input(x)

@@ -16,8 +16,6 @@ from lit_qrl.optim import MuonAdamW
 from lit_qrl.optim.masters import MasterWeights, join, split, trained_by
 from tests.tiny_run import Twin, fit, interrupted, parameters_of
 
-ROOT = Path(__file__).parent.parent.parent
-
 
 def adamw(named):
     return torch.optim.AdamW(named, lr=1e-6, weight_decay=0.01)
@@ -207,7 +205,8 @@ def test_masters_are_kept_where_a_trained_parameter_has_fewer_than_32_bits(caplo
 
 # ------------------------------------------------------------------------------------------------------ bytes of memory
 
-# What docs/numerics.md says of full fine-tuning, in bytes a parameter: weight, low bits, gradient, optimizer.
+NUMERICS = Path(__file__).parents[2] / "docs" / "numerics.md"
+# What it says of full fine-tuning, in bytes a parameter: weight, low bits, gradient, optimizer.
 TABLE = {
     "bf16, AdamW": (torch.bfloat16, adamw, (2, 2, 2, 8)),
     "bf16, AdamW8bit": (torch.bfloat16, adamw_of_8_bits, (2, 2, 2, 2)),
@@ -242,8 +241,8 @@ def test_bytes_of_a_parameter_are_those_of_the_table(name):
         storage(state_tensors(one.inner if over else one)),
     )
     assert [part / count for part in parts] == pytest.approx(expected, abs=0.07)
-    row = [line for line in (ROOT / "docs" / "numerics.md").read_text().splitlines() if line.startswith(f"| {name} ")]
-    cells = [float(cell) for cell in row[0].split("|")[2:7]]
+    (row,) = (line for line in NUMERICS.read_text().splitlines() if line.startswith(f"| {name} "))
+    cells = [float(cell) for cell in row.split("|")[2:7]]
     assert cells == [*expected, sum(expected)]
 
 
