@@ -41,7 +41,6 @@ def learner(kind, plugin):
 
 
 def published(plugin, policy):
-    """Return an engine that was published to, and both ledgers."""
     engine, sent = TransformersEngine(), SentLedger(0, plugin.format)
     engine.setup(SamplerSpec(sampling=SamplingParams(max_tokens=4)), policy)
     report = engine.load_weights(

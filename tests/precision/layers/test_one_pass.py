@@ -69,7 +69,6 @@ def gated_backward(grad, gate, up, again=False):
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """Kernels that run here, and the number of their calls."""
     return stand_in(monkeypatch)
 
 
