@@ -2,6 +2,7 @@ import pytest
 from lightning.pytorch import Callback
 
 from lit_qrl import formats as f
+from lit_qrl.errors import ConfigError
 from lit_qrl.functional.importance import log_ratio
 from lit_qrl.precision import QATAligned, UnifiedFP8
 from tests import tiny_run as run
@@ -54,3 +55,10 @@ def test_formats_that_quantize_activations_agree_four_times_better_than_unaligne
 def test_the_unified_flow_agrees_with_its_sampler(tmp_path):
     unaligned = mismatch(tmp_path / "unaligned", "fp8_block", None)
     assert mismatch(tmp_path / "aligned", "auto", UnifiedFP8("emulate")) <= unaligned / 4
+
+
+def test_another_sampler_format_is_refused_unless_asked_for(tmp_path):
+    with pytest.raises(ConfigError, match="differs from the one that the learner computes in"):
+        mismatch(tmp_path, "int4_group", QATAligned("fp8_row"))
+    mixed = mismatch(tmp_path / "b", f.Int4Group(32), QATAligned("fp8_row"), publisher={"unaligned": True})
+    assert mixed > 1e-3
