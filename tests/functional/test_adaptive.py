@@ -99,7 +99,6 @@ def test_gate_and_weights_keep_their_bounds(values, lengths, advantages, clip, d
 
 
 def test_bad_parameters_are_refused():
-    """Each by its name and bound: test__checks.py."""
     with pytest.raises(ConfigError, match=r"eps > 0. Given: 0\.0"):
         ais_gate(torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool), torch.zeros(1), eps=0.0)
 

@@ -13,8 +13,6 @@ def problems(*prompts):
 
 
 class Mortal:
-    """An engine that dies so many times before it draws."""
-
     def __init__(self, deaths):
         self.deaths, self.calls = deaths, 0
 

@@ -19,8 +19,6 @@ from tests.tiny_run import DigitReward, DigitTask, fit, parameters_of
 
 
 class Dealt(RLCallback):
-    """Remembers the rollout and every micro-batch of the iterations."""
-
     def __init__(self):
         self.rollouts, self.parts = [], []
 

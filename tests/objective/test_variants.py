@@ -51,8 +51,6 @@ def test_classes_call_their_formula_with_their_parameters():
 
 
 def test_defaults_of_the_papers():
-    assert (GRPO().scale, GRPO().reduction) == ("group", "sequence")
-    assert (DrGRPO().scale, DrGRPO().reduction) == ("none", "constant")
     dapo = DAPO()
     assert (dapo.clip_low, dapo.clip_high, dapo.reduction, dapo.kl_coefficient) == (0.2, 0.28, "token", 0.0)
     assert dapo.filter_zero_variance
