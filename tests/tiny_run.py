@@ -178,11 +178,18 @@ def fit(folder: Path, ckpt_path=None, **options):
     return trainer, module, data
 
 
-def configured(model, kind=CausalPolicy, **options) -> CausalPolicy:
-    """A policy of a folder, with its weights."""
-    policy = kind(str(model), **options)
-    policy.configure()
-    return policy
+def interrupted(folder: Path, at: int, **options) -> Path:
+    """Run `build(...)` until a user stops it at the start of an iteration, and return its last checkpoint."""
+
+    class Stop(Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            if trainer.current_epoch == at:
+                raise KeyboardInterrupt
+
+    trainer, module, data = build(folder, callbacks=[Stop()], **options)
+    with pytest.raises(SystemExit):
+        trainer.fit(module, datamodule=data)
+    return folder / "run" / "checkpoints" / "last.ckpt"
 
 
 def parameters_of(module: GRPOModule) -> torch.Tensor:

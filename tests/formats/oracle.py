@@ -1,6 +1,6 @@
 """The oracle of the format tests: what compressed-tensors makes of a weight, and a GEMM in fp64."""
 
-from hashlib import blake2b
+import bisect
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
@@ -9,6 +9,14 @@ from compressed_tensors.quantization.utils import calculate_qparams, generate_gp
 from torch import Tensor
 
 SHAPE = (256, 384)
+# The finite numbers of E4M3, from their bits: 4 of the exponent with bias 7, 3 of the mantissa; the last code is NaN.
+E4M3 = [(m / 8 if e == 0 else 1 + m / 8) * 2.0 ** max(e - 7, -6) for e in range(16) for m in range(8)][:-1]
+
+
+def nearest(values: list[float], x: float) -> int:
+    """Return the place of the nearest of sorted numbers, of two as near the even place."""
+    at = min(bisect.bisect_left(values, x), len(values) - 1)
+    return min(range(max(at - 1, 0), at + 1), key=lambda i: (abs(values[i] - x), i % 2))
 
 
 def weights(dtype: torch.dtype, shape: tuple[int, int] = SHAPE) -> dict[str, Tensor]:
@@ -80,31 +88,18 @@ def ulps(ours: Tensor, exact: Tensor, absolute: Tensor) -> Tensor:
     return (ours.double() - exact).abs() / unit.clamp_min(1e-300)
 
 
-def exact_weights(dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return weights made by integer arithmetic alone: the same bits on every machine."""
-    generator = torch.Generator().manual_seed(1)
-    shape = (64, 192)
-    integers = torch.randint(-(2**15), 2**15, shape, generator=generator)
-    shifts = torch.randint(-14, 6, shape, generator=generator)
-    zero_rows = integers.clone()
-    zero_rows[::2] = 0
-    cases = {
-        "uniform": torch.ldexp(integers.float(), torch.tensor(-18)),
-        "wide": torch.ldexp(integers.float(), shifts - 10),
-        "constant": torch.full(shape, -0.296875),
-        "all_zero": torch.zeros(shape),
-        "zero_rows": torch.ldexp(zero_rows.float(), torch.tensor(-16)),
-        "subnormal": torch.ldexp(integers.float(), torch.tensor(-145)),
-    }
-    return {name: case.to(dtype) for name, case in cases.items()}
-
-
-def digest(*tensors: Tensor) -> str:
-    """Return a short digest of the tensors' bytes."""
-    made = blake2b(digest_size=8)
-    for tensor in tensors:
-        made.update(bytes(bits(tensor).flatten().tolist()))
-    return made.hexdigest()
+def rounded(x: Tensor, kind: str | None) -> Tensor:
+    """Return inputs "m k" as a GEMM reads them whose scales are per `tensor`, `token`, `group` or, `int8`, token."""
+    if kind == "group":
+        return rounded_groups(x)
+    out = x.double()
+    for i in range(len(x) if kind else 0):
+        amax = (x if kind == "tensor" else x[i]).float().abs().max()
+        if kind == "int8":
+            out[i] = torch.round(x[i].float() / (amax / 127)).double() * (amax / 127).double()
+        else:
+            out[i] = (x[i].float() / (amax / 448)).to(torch.float8_e4m3fn).double() * (amax / 448).double()
+    return out
 
 
 def rounded_groups(matrix: Tensor) -> Tensor:

@@ -5,9 +5,8 @@ import struct
 import pytest
 import torch
 
-from lit_qrl import formats
-from lit_qrl.formats.dense import BF16, FP16, FP32, Dense
-from tests.formats.oracle import gemm64, weights
+from lit_qrl.formats.dense import BF16, FP16, FP32
+from tests.formats.oracle import gemm64
 
 
 def to_bf16(value):
@@ -45,14 +44,3 @@ def test_beyond_the_range_of_fp16_is_refused():
     with pytest.raises(ValueError, match="NaN or inf"):
         FP16().quantize(largest * 1.01)
     assert BF16().quantize(largest * 1.01).codes.isfinite().all()
-
-
-def test_a_dtype_that_holds_the_weight_changes_no_bit():
-    for case, weight in weights(torch.bfloat16).items():
-        for format in (BF16(), FP32()):
-            assert torch.equal(format.dequantize(format.quantize(weight), torch.bfloat16), weight), case
-
-
-def test_every_plain_format_is_here():
-    plain = {name for name in formats.names() if isinstance(formats.get(name), Dense)}
-    assert plain == {"bf16", "fp16", "fp32"}

@@ -58,8 +58,6 @@ def test_the_format_is_what_it_says():
 
 
 class Sampler(RLCallback):
-    """What the sampler computes while a run goes on."""
-
     def on_rollout_end(self, trainer, module, batch):
         network = module.data.engine.network
         self.layers = [part for part in network.modules() if isinstance(part, QuantizedLinear)]

@@ -1,5 +1,3 @@
-"""Bounds of every parameter check: the values at its edge pass, the next ones do not."""
-
 import math
 
 import pytest

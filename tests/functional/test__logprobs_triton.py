@@ -1,5 +1,3 @@
-"""The kernels against plain operations: on a GPU as they are, and on a CPU as `token_logprobs` calls them."""
-
 import sys
 from types import SimpleNamespace
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from lit_qrl.errors import ConfigError
 from lit_qrl.functional.adaptive import AISGate, ais_gate, ais_oracle, ais_weights
 from lit_qrl.functional.importance import log_ratio
-from tests.functional.helpers import DTYPES, RTOL, Ranks, listed, no_host_sync, rows, spread_out
+from tests.functional.helpers import DTYPES, RTOL, listed, no_host_sync, on_ranks, rows, spread_out
 
 
 def reference(d, advantages, clip=5.0, saturation=0.02, tolerance=1.2, sensitivity=1.0, eps=1e-6, level="token"):
@@ -38,21 +38,10 @@ def reference(d, advantages, clip=5.0, saturation=0.02, tolerance=1.2, sensitivi
 def test_gate_equals_the_loop(dtype, level, options):
     learner, sampler, mask, advantages = rows(dtype)
     d = log_ratio(learner, sampler, mask)
-    with no_host_sync():
-        got = ais_gate(d, mask, advantages, level=level, **options)
+    got = on_ranks(ais_gate, d, mask, advantages, level=level, **options)
     wanted = reference(listed(d, mask), advantages.tolist(), level=level, **options)
     for name, value in wanted._asdict().items():
         assert float(getattr(got, name)) == pytest.approx(value, rel=RTOL[dtype], abs=1e-12), name
-
-
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_gate_is_global_over_ranks(level):
-    learner, sampler, mask, advantages = rows()
-    d = log_ratio(learner, sampler, mask)
-    whole = ais_gate(d, mask, advantages, level=level)
-    parts = Ranks(2).run(lambda r, f: ais_gate(d[r::2], mask[r::2], advantages[r::2], level=level, all_reduce=f))
-    for part in parts:
-        torch.testing.assert_close(torch.stack(part), torch.stack(whole), rtol=1e-10, atol=1e-14)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -110,7 +99,6 @@ def test_gate_and_weights_keep_their_bounds(values, lengths, advantages, clip, d
 
 
 def test_bad_parameters_are_refused():
-    """Each by its name and bound: test__checks.py."""
     with pytest.raises(ConfigError, match=r"eps > 0. Given: 0\.0"):
         ais_gate(torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool), torch.zeros(1), eps=0.0)
 

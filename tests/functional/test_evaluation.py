@@ -1,5 +1,3 @@
-"""The interval against the textbook's formula, and its coverage against simulated problems."""
-
 import math
 from itertools import combinations
 

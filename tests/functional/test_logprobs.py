@@ -34,12 +34,7 @@ def problem(n=7, h=5, v=11, dtype=torch.float64, seed=0):
     return hidden.to(dtype), weight.to(dtype), bias.to(dtype), tokens
 
 
-CASES = [
-    {},
-    {"temperature": 0.7},
-    {"temperature": 1.3, "softcap": 3.0},
-    {"scale": 0.25, "softcap": 2.0},
-]
+CASES = [{}, {"temperature": 0.7}, {"temperature": 1.3, "softcap": 3.0}, {"scale": 0.25, "softcap": 2.0}]
 
 
 @pytest.mark.parametrize("options", CASES)
@@ -223,12 +218,6 @@ def test_temperature_must_be_positive(temperature):
     hidden, weight, _, tokens = problem()
     with pytest.raises(ValueError, match="positive temperature"):
         token_logprobs(hidden, weight, tokens, temperature)
-
-
-def test_mismatched_shapes_are_explained():
-    hidden, weight, _, tokens = problem()
-    with pytest.raises((ValueError, TypeError)):
-        token_logprobs(hidden, weight, tokens[:-1])
 
 
 # ---------------------------------------------------------------------------------------------------- the head in fp32

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from lit_qrl.functional.mismatch import k3_divergence, log_quantile, mismatch_metrics
 from tests.default_dtype import bf16_default
-from tests.functional.helpers import DTYPES, RTOL, Ranks, listed, no_host_sync, rows
+from tests.functional.helpers import DTYPES, RTOL, listed, on_ranks, rows
 
 RESOLUTION = 10 ** (1 / 64)
 
@@ -49,8 +49,7 @@ def reference(learner, sampler):
 @pytest.mark.parametrize("huge", [0.0, 30.0])
 def test_equals_the_loop(dtype, huge):
     learner, sampler, mask, _ = rows(dtype, huge=huge)
-    with no_host_sync():
-        got = mismatch_metrics(learner, sampler, mask)
+    got = on_ranks(mismatch_metrics, learner, sampler, mask)
     wanted = reference(listed(learner, mask), listed(sampler, mask))
     for name, value in wanted.items():
         assert float(got[name]) == pytest.approx(value, rel=RTOL[dtype], abs=1e-12), name
@@ -96,14 +95,6 @@ def test_what_fp32_cannot_hold_is_infinite_and_nothing_else_is():
     assert all(value.isfinite() for name, value in got.items() if name != "chi2_sequence")
 
 
-def test_global_over_ranks():
-    learner, sampler, mask, _ = rows()
-    whole = mismatch_metrics(learner, sampler, mask)
-    for part in Ranks(2).run(lambda r, f: mismatch_metrics(learner[r::2], sampler[r::2], mask[r::2], all_reduce=f)):
-        for name, value in whole.items():
-            assert float(part[name]) == pytest.approx(float(value), rel=1e-10, abs=1e-14), name
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_k3_keeps_its_digits(dtype):
     d = torch.tensor([-30.0, -1.0, -1e-2, -1e-3, -1e-6, 0.0, 1e-7, 1e-4, 9e-3, 1.1e-2, 3.0, 30.0], dtype=dtype)
@@ -121,10 +112,7 @@ def test_k3_keeps_its_digits(dtype):
     torch.testing.assert_close(k3_divergence(d).double(), wanted, rtol=rtol, atol=0)
 
 
-@given(
-    values=st.lists(st.floats(0, 90), min_size=1, max_size=40),
-    q=st.sampled_from([0.5, 0.9, 0.99]),
-)
+@given(values=st.lists(st.floats(0, 90), min_size=1, max_size=40), q=st.sampled_from([0.5, 0.9, 0.99]))
 @settings(max_examples=100, deadline=None)
 def test_quantile_is_within_one_bin(values, q):
     got = float(log_quantile(torch.tensor(values, dtype=torch.float64), torch.ones(len(values)).bool(), q))

@@ -16,13 +16,11 @@ def test_ends_are_met_and_stage_zero_is_silent(schedule, num_stages):
         assert math.isclose(aqn_sigma(num_stages - 1, num_stages, 1e-2, 5e-4, schedule), 5e-4)
 
 
-def test_exponential_has_a_constant_factor_as_equation_8():
+def test_values_of_the_schedules():
     sigmas = [aqn_sigma(k, 10, 1e-2, 5e-4) for k in range(1, 10)]
     for k, sigma in enumerate(sigmas):
         assert math.isclose(sigma, 1e-2 * (5e-4 / 1e-2) ** (k / 8), rel_tol=1e-12)
 
-
-def test_values_of_the_other_schedules():
     assert math.isclose(aqn_sigma(3, 6, 1.0, 0.2, "linear"), 0.6)
     assert math.isclose(aqn_sigma(3, 6, 1.0, 0.2, "cosine"), 0.6)
     assert math.isclose(aqn_sigma(2, 6, 1.0, 0.2, "cosine"), 0.2 + 0.8 * (1 + math.sqrt(0.5)) / 2)

@@ -77,6 +77,5 @@ def test_a_ratio_beyond_all_measure_is_rejected():
     mask = torch.ones(1, 2, dtype=torch.bool)
     d = torch.tensor([[0.0, 200.0]])
     for divergence in ("k1", "k2", "k3"):
-        upper = 2.0
-        assert ratio_keep(d, mask, None, upper, divergence, "token").tolist() == [[True, False]]
-        assert not ratio_keep(d, mask, None, upper, divergence, "sum").any()
+        assert ratio_keep(d, mask, None, 2.0, divergence, "token").tolist() == [[True, False]]
+        assert not ratio_keep(d, mask, None, 2.0, divergence, "sum").any()

@@ -1,5 +1,3 @@
-"""The KL over the vocabulary and its gradients, against autograd in fp64 over all logits at once."""
-
 import pytest
 import torch
 

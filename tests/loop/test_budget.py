@@ -144,11 +144,7 @@ def learner_on(device, monkeypatch, flat=True):
         reduce=no_all_reduce,
         iteration=SimpleNamespace(metrics=SimpleNamespace(value=lambda name, value: None)),
         trainer=SimpleNamespace(
-            fit_loop=loop,
-            val_check_interval=1.0,
-            val_check_batch=1,
-            accumulate_grad_batches=1,
-            num_training_batches=1,
+            fit_loop=loop, val_check_interval=1.0, val_check_batch=1, accumulate_grad_batches=1, num_training_batches=1
         ),
     )
 

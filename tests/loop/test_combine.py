@@ -14,7 +14,7 @@ from lit_qrl.loop.hooks import RLCallback
 from lit_qrl.objective import CISPO, GRPO, GSPO, SAPO, TBPO, DualClipGRPO, PositiveGRPO
 from lit_qrl.types import Correction
 from tests.callbacks.corrections import context, rollout
-from tests.functional.helpers import Ranks, no_host_sync
+from tests.functional.helpers import no_host_sync
 
 
 class Half(RLCallback):
@@ -59,21 +59,6 @@ def test_weights_multiply_and_keeps_are_anded():
     gone = sum(bool(m.any()) and not bool((m & k).any()) for m, k in zip(inside, keep, strict=True))
     assert float(metrics["correction/rejected_sequences"]) == pytest.approx(gone / 7)
     assert metrics.keys() > {"correction/alpha", "correction/vetoed_sequences", "correction/half"}
-
-
-def test_metrics_are_global_over_ranks():
-    given = context()
-    whole = combine([TruncatedIS().correct(None, None, given), TokenVeto().correct(None, None, given)], given.mask)[2]
-
-    def one(rank, all_reduce):
-        part = context(all_reduce=all_reduce, part=slice(4 * rank, 4 * rank + 4))
-        corrections = [c.correct(None, None, part) for c in (TruncatedIS(), TokenVeto())]
-        return combine(corrections, part.mask, all_reduce=all_reduce)[2]
-
-    for metrics in Ranks(2).run(one):
-        assert metrics.keys() == whole.keys()
-        for name, value in whole.items():
-            assert float(metrics[name]) == pytest.approx(float(value)), name
 
 
 def test_wrong_shapes_and_clashing_names_are_refused():

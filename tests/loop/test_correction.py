@@ -58,10 +58,7 @@ def test_what_looks_at_the_whole_batch_waits_unless_one_pass_sees_it(callback):
     assert needs_learner_old(learner(GRPO(), [callback], parts=1, passes=2))
     assert needs_learner_old(learner(GRPO(), [callback], parts=1, mini_batches=2))
     assert needs_learner_old(learner(GRPO(), [callback], parts=None))  # which may take more
-
-
-def test_a_gate_of_the_rollout_waits_for_the_rollout():
-    assert needs_learner_old(learner(GRPO(), [AIS(scope="rollout")], parts=1))
+    assert needs_learner_old(learner(GRPO(), [AIS(scope="rollout")], parts=1))  # a gate of the rollout
 
 
 def test_without_corrections():
@@ -71,10 +68,7 @@ def test_without_corrections():
     assert not needs_learner_old(learner(TBPO()))
     assert needs_learner_old(learner(TBPO(old_logprobs="policy_gradient"), mini_batches=2))
     assert needs_learner_old(learner(GRPO(kl_coefficient=0.1, kl_in="reward")))
-
-
-def test_a_training_forward_with_dropout_is_not_learner_olds():
-    assert needs_learner_old(learner(GRPO(), dropout=True))
+    assert needs_learner_old(learner(GRPO(), dropout=True))  # whose training forward is not learner_old's
 
 
 @pytest.mark.parametrize("limit", [{"kl_ceiling": 1.0}, {"ess_floor": 0.5}])
@@ -118,10 +112,6 @@ def one_update(folder, monkeypatch, callbacks, objective, **data):
         (lambda: AIS(saturation=1e-6, clip=1.001), GRPO(scale="none"), 1),
         (lambda: TokenVeto(0.998), GRPO(scale="none", reduction="token"), 1),
         (lambda: GeometricRejection(0.9999, 1.0001), GRPO(scale="none"), 1),
-    ],
-    ids=[
-        *("tis", "mis", "sequence-tis", "geometric-mis", "tbpo"),
-        *("tis-whole", "normalized-whole", "ais-whole", "veto-whole", "rs-whole"),
     ],
 )
 def test_the_training_forward_gives_what_a_scoring_pass_gives(tmp_path, monkeypatch, callback, objective, parts):

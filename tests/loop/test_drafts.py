@@ -1,5 +1,3 @@
-"""Drafts go through a checkpoint unchanged."""
-
 import pytest
 import torch
 

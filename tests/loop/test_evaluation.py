@@ -7,8 +7,6 @@ from lit_qrl.data.benchmark import EvaluationSet, Share, answer
 from lit_qrl.loop.contracts import Problem
 from lit_qrl.rollout.embedded.sampling import uniforms
 from lit_qrl.types import Completion
-from tests.tiny_run import DigitTask, build
-from tests.two_processes import in_two, join
 
 
 class Echo:
@@ -89,37 +87,3 @@ def test_a_rank_without_a_problem_asks_only_where_its_engine_is_a_part_of_one(to
     found = answer(given, share(rank=3, world_size=4), "val")
     assert [(n, positions) for n, _, _, positions in given.data.engine.calls] == asked
     assert {name: tuple(one.correct.shape) for name, one in found.items()} == {"greedy": (0, 1), "sampled": (0, 2)}
-
-
-SIZES = {"evaluation_samples": 4, "evaluation_temperature": 1.5, "max_completion_tokens": 6}
-
-
-def evaluated(folder, ranks):
-    options = {"limit_val_batches": 1.0, "devices": ranks, "strategy": "ddp" if ranks > 1 else "auto", "logger": False}
-    trainer, module, data = build(folder, task=DigitTask(rows=21), data=SIZES, trainer=options, format="fp32")
-    drawn = {}
-    generate = data.engine.generate
-
-    def noted(prompts, n, *rest, **named):
-        found = generate(prompts, n, *rest, **named)
-        for i, prompt in enumerate(prompts):
-            drawn[tuple(prompt), n] = [one.token_ids for one in found[i * n : (i + 1) * n]]
-        return found
-
-    data.engine.generate = noted
-    (metrics,) = trainer.validate(module, datamodule=data, verbose=False)
-    return {"metrics": metrics, "drawn": drawn}
-
-
-def one_of_two(rank, ports, folder):
-    join(rank, ports)
-    return evaluated(folder, 2)
-
-
-@pytest.mark.slow
-def test_two_processes_draw_the_samples_of_one(tmp_path):
-    alone = evaluated(tmp_path, 1)
-    ranks = in_two(one_of_two, tmp_path)
-    assert ranks[0]["metrics"] == ranks[1]["metrics"] == alone["metrics"]
-    assert len(ranks[0]["drawn"]) == len(ranks[1]["drawn"]) == len(alone["drawn"]) / 2
-    assert ranks[0]["drawn"] | ranks[1]["drawn"] == alone["drawn"]

@@ -1,27 +1,17 @@
-import types
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from lit_qrl.callbacks.router_replay import RouterReplay
-from lit_qrl.loop.batching import assemble
-from lit_qrl.loop.routing import balanced, load_balance, record_difference, replayed_level
+from lit_qrl.loop.routing import balanced, load_balance, record_difference
 from lit_qrl.loop.state import IterationMetrics
 from lit_qrl.network.hidden import scored_hidden
 from lit_qrl.network.routing import Routing, routers
 from lit_qrl.objective import GRPO
-from lit_qrl.policy import CausalPolicy
-from lit_qrl.rollout.embedded.engine import TransformersEngine
-from lit_qrl.rollout.engine import SamplerSpec
-from lit_qrl.types import SamplingParams, no_all_reduce
+from lit_qrl.types import no_all_reduce
 from tests.networks import batch_of
-from tests.rollout.embedded.test_engine import publish
-from tests.routes import CHOSEN, EXPERTS, LAYERS, MOE, build_mixture
-from tests.tiny_run import model_folder
-
-PROMPTS = [[5, 6, 7, 8, 9], [4], [3, 3, 12]]
+from tests.routes import CHOSEN, EXPERTS, build_mixture
 
 
 def choose_otherwise(network):
@@ -39,46 +29,6 @@ def choose_otherwise(network):
             return logits, gates / gates.sum(-1, keepdim=True), chosen
 
         router.module.forward = forward
-
-
-@pytest.mark.parametrize("packing", ["auto", "never"])
-@pytest.mark.parametrize("max_batch", [None, 4])
-def test_with_the_samplers_routes_the_learner_says_what_the_sampler_said(tmp_path, packing, max_batch):
-    policy = CausalPolicy(model_folder(tmp_path, gain=2, **MOE), packing=packing)
-    policy.configure()
-    engine = TransformersEngine(max_batch=max_batch)
-    spec = SamplerSpec(sampling=SamplingParams(max_tokens=10, stop_token_ids=(1, 4, 5)), routes=True)
-    engine.setup(spec, policy)
-    publish(engine, policy.network)
-    choose_otherwise(engine.network)
-    batch = assemble(PROMPTS, engine.generate(PROMPTS, 4, seed=1), 4, 0)
-    with torch.no_grad():
-        replayed = policy(batch, routes=True)
-    d = (replayed.logprobs - batch.sampler_logprobs)[batch.mask]
-    assert d.abs().max() <= 1e-6
-
-    taken = []
-    network = policy.network
-    for router in routers(network):
-        router.module.register_forward_hook(lambda module, args, output: taken.append(output[2]))
-    known = (batch.routed_experts[0] != 255).all(-1).all(-1)
-    with torch.no_grad():
-        policy(batch.select(torch.tensor([0]), trim=False))
-    for layer in range(LAYERS):
-        expected = batch.routed_experts[0, known, layer].long()
-        assert torch.equal(taken[layer][: len(expected)], expected)
-
-    routes, batch.routed_experts = batch.routed_experts, None
-    with torch.no_grad():
-        free = policy(batch, routes=True)
-    assert (free.logprobs - batch.sampler_logprobs)[batch.mask].abs().max() > 0.01
-    metrics = IterationMetrics()
-    record_difference(metrics, free.routes, routes)
-    row = metrics.compute(no_all_reduce)
-    assert row["routing/differing_tokens"] > 0.5
-    assert row["routing/differing_choices"] == pytest.approx(
-        sum(row[f"routing/differing_layer_{layer}"] for layer in range(LAYERS)) / LAYERS
-    )
 
 
 def test_shares_of_differing_routes_count_known_tokens():
@@ -106,19 +56,12 @@ def test_load_balance_of_even_and_collapsed_routers():
     assert float(found["unused_experts"]) == 0.75
 
 
-def test_the_level_is_that_of_the_callback():
-    trainer = types.SimpleNamespace(callbacks=[RouterReplay("old")])
-    assert replayed_level(trainer) == "old"
-    assert replayed_level(types.SimpleNamespace(callbacks=[])) is None
-
-
-def test_a_routing_leaves_a_patched_router_as_it_was(tmp_path):
-    policy = CausalPolicy(model_folder(tmp_path, **MOE))
-    policy.configure()
-    choose_otherwise(policy.network)
-    gate = policy.network.model.layers[0].mlp.gate
+def test_a_routing_leaves_a_patched_router_as_it_was():
+    network = build_mixture()
+    choose_otherwise(network)
+    gate = network.model.layers[0].mlp.gate
     patched = gate.forward
-    with Routing(policy.network).applied():
+    with Routing(network):
         assert gate.forward is not patched
     assert gate.forward is patched
 

@@ -1,5 +1,3 @@
-"""What a schedule is, and what cannot stand beside it, is said before anything is loaded."""
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,5 +1,3 @@
-"""How far new weights are from those that drew is measured on few tokens."""
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,5 +1,3 @@
-"""What watches a metric of iterations, with evaluations in between, and over a resume; limits that are refused."""
-
 from pathlib import Path
 
 import pytest

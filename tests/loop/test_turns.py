@@ -100,8 +100,6 @@ def test_a_limit_ends_the_sequence_with_its_score_so_far(limits, max_tokens, end
 
 
 class Broken(Echo):
-    """Fails in the way its row says."""
-
     def reply(self, state, answer):
         kind = state["left"][0] if state["left"] else ""
         if kind == "raise":

@@ -71,15 +71,6 @@ def test_an_adapter_that_starts_from_the_base_is_known(options, reads):
     assert any(not torch.equal(one, other) for one, other in zip(*made, strict=True)) == reads
 
 
-def test_base_weights_are_the_plain_models():
-    plain, network = dict(build_network().named_parameters()), build_network()
-    with_adapter(network, lora(), "it")
-    base, merged = dict(base_weights(network)), dict(merged_weights(network))
-    assert list(base) == list(merged) == list(plain)
-    assert not torch.equal(merged[f"{UP}.weight"], base[f"{UP}.weight"])
-    assert all(torch.equal(base[name], plain[name]) for name in plain)
-
-
 @pytest.mark.parametrize(
     ("config", "dtype"),
     [

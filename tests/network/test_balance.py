@@ -1,5 +1,3 @@
-"""The load-balance loss against transformers' own value and gradient."""
-
 import pytest
 import torch
 from torch import nn

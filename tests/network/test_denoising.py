@@ -5,7 +5,6 @@ from transformers import LlamaConfig
 from lit_qrl.errors import ConfigError
 from lit_qrl.network.denoising import (
     Estimator,
-    Layout,
     check_causal,
     check_denoises,
     denoises,
@@ -76,23 +75,6 @@ def test_a_folder_says_what_it_is(network, tmp_path):
     assert found == [True, False, False]
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_states_look_both_ways_and_at_no_padding(attention):
-    network = build_denoiser(attn_implementation=attention)
-    batch = denoised_batch()
-    width = batch.tokens.shape[1] - batch.mask.shape[1]
-    lengths = [len(completion) for completion in COMPLETIONS]
-    layout = Layout.of([len(p) for p in PROMPTS], lengths, width, batch.mask.shape[1], torch.device("cpu"))
-    with torch.no_grad():
-        states = layout.states(network, batch.tokens)
-        for row, (prompt, completion) in enumerate(zip(PROMPTS, COMPLETIONS, strict=True)):
-            alone = network.model(torch.tensor([prompt + completion])).last_hidden_state[0]
-            own = states[row, width - len(prompt) : width + len(completion)]
-            torch.testing.assert_close(own, alone, atol=1e-5, rtol=1e-5)
-        changed = network.model(torch.tensor([[5, 6, 7, 8, 9, 4, 5, 2]])).last_hidden_state[0]
-    assert (changed[0] - states[0, 0]).abs().max() > 1e-3
-
-
 def test_masks_of_the_prompt_follow_from_the_row_alone():
     estimator = Estimator(masks=3, prompt_masking=0.4)
     together = estimator.hidden([7, 8], [4, 60], 60)
@@ -106,8 +88,9 @@ def test_masks_of_the_prompt_follow_from_the_row_alone():
     assert not Estimator(prompt_masking=0.0).hidden([1], [50], 50).any()
 
 
-@pytest.mark.parametrize("kind", ["one_step", "blocks"])
-def test_estimates_are_those_of_each_row_alone(network, kind):
+@pytest.mark.parametrize(("kind", "attention"), [("one_step", "sdpa"), ("one_step", "eager"), ("blocks", "sdpa")])
+def test_estimates_are_those_of_each_row_alone(kind, attention):
+    network = build_denoiser(attn_implementation=attention)
     estimator = Estimator(kind=kind, block=BLOCK, masks=2, prompt_masking=0.5)
     batch = denoised_batch()
     with torch.no_grad():

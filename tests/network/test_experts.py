@@ -1,5 +1,3 @@
-"""Stacked experts against slices taken by hand."""
-
 import copy
 
 import pytest
@@ -7,14 +5,7 @@ import torch
 from torch import nn
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.network.experts import (
-    ExpertList,
-    activation,
-    expert_stacks,
-    expert_weights,
-    unknown_experts,
-    unstacked,
-)
+from lit_qrl.network.experts import ExpertList, activation, expert_stacks, expert_weights, unknown_experts, unstacked
 from lit_qrl.network.structure import outline
 from tests.families.configs import BY_TYPE, random_network
 from tests.stacked_experts import by_hand

@@ -1,5 +1,3 @@
-"""Folders of safetensors against what the library itself reads, and outputs that appear whole or not at all."""
-
 import json
 import os
 import sys
@@ -73,12 +71,6 @@ def test_codes_have_no_floating_dtype(tmp_path):
     assert (read.dtype("codes"), read.dtype("w")) == (None, torch.bfloat16)
 
 
-def stopped(output, error):
-    with appearing(output) as partial:
-        (partial / "x").write_text("1")
-        raise error
-
-
 @pytest.mark.parametrize("mask", [0o022, 0o077])
 def test_who_may_read_a_folder_is_the_user_s_to_say(tmp_path, mask):
     before = os.umask(mask)
@@ -91,19 +83,6 @@ def test_who_may_read_a_folder_is_the_user_s_to_say(tmp_path, mask):
         os.umask(before)
     (written,) = (tmp_path / "out").iterdir()
     assert [(tmp_path / "out").stat().st_mode & 0o777, written.stat().st_mode & 0o777] == [0o777 & ~mask, 0o666 & ~mask]
-
-
-def test_an_output_appears_whole_or_not_at_all(tmp_path):
-    with appearing(tmp_path / "a" / "out") as partial:
-        (partial / "x").write_text("1")
-        assert not (tmp_path / "a" / "out").exists()
-    assert [path.name for path in (tmp_path / "a").iterdir()] == ["out"]
-    for error in (RuntimeError, KeyboardInterrupt):
-        with pytest.raises(error):
-            stopped(tmp_path / "b" / "out", error)
-        assert list((tmp_path / "b").iterdir()) == []
-    with pytest.raises(ConfigError, match="no room"), appearing(tmp_path / "c", needed_bytes=2**60):
-        pass
 
 
 def test_an_output_that_holds_something_is_refused(tmp_path):

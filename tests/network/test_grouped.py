@@ -64,12 +64,9 @@ def test_all_experts_at_once_make_what_they_make_one_after_another(biased, inter
     torch.testing.assert_close(made, experts_output(stack, module, one_after_another(one), hidden, chosen, weights))
 
 
-def test_a_device_is_tried_before_it_is_taken():
+def test_a_device_is_tried_before_it_is_taken_and_a_cpu_has_the_loop():
     assert multiplies(torch.device("cpu"))
     assert not multiplies(torch.device("meta"))
-
-
-def test_a_cpu_and_other_dtypes_have_the_loop():
     assert not can_group(ExpertStack("experts", 4, PARTS, SHAPES), rows(2, 16).bfloat16())
 
 

@@ -1,5 +1,3 @@
-"""The same bits in every batch: products, attention, whole models; gradients as without."""
-
 from typing import Any
 
 import pytest
@@ -173,12 +171,15 @@ def check(network):
 
 
 def test_a_model_passes_and_one_that_looks_at_the_batch_is_refused():
+    check(AutoModelForCausalLM.from_pretrained("models/tiny-moe-countdown").eval())
     network = build_network(LlamaConfig, attn_implementation="sdpa")
     check(network)
     mlp: Any = network.model.layers[1].mlp
     mlp.register_forward_hook(lambda module, args, out: out * len(out))
     with pytest.raises(ConfigError, match="depend on the sequences beside it"):
         check(network)
+    with pytest.raises(ConfigError, match="attn_implementation to sdpa"):
+        check(build_network(LlamaConfig, attn_implementation="eager"))
 
 
 def test_products_of_experts_are_those_of_their_rows_with_gradients():
@@ -205,12 +206,3 @@ def test_a_row_of_an_expert_is_the_same_alone_and_among_others():
         for row, expert in ((0, 0), (77, 2), (149, 3)):
             alone = F.grouped_mm(x[row : row + 1], weight[expert : expert + 1], offs=torch.ones(1, dtype=torch.int32))
             assert torch.equal(alone[0], out[row])
-
-
-def test_the_mixture_that_ships_passes():
-    check(AutoModelForCausalLM.from_pretrained("models/tiny-moe-countdown").eval())
-
-
-def test_eager_attention_is_refused_by_name():
-    with pytest.raises(ConfigError, match="attn_implementation to sdpa"):
-        check(build_network(LlamaConfig, attn_implementation="eager"))

@@ -20,45 +20,28 @@ from lit_qrl.network.linears import (
 )
 from lit_qrl.network.structure import outline
 from tests.families.configs import BY_TYPE
+from tests.networks import build_network
+
+PROJECTIONS = [f"self_attn.{x}_proj" for x in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
 
 
-def layer():
-    """Attention, and an MLP with stacked experts and their router beside it."""
-    sizes = {"q_proj": 64, "k_proj": 32, "v_proj": 32, "o_proj": 64}
-    attention = {name: nn.Linear(64, size) for name, size in sizes.items()}
-    mlp = {"gate": nn.Linear(64, 4, bias=False), "experts": nn.ParameterDict({"up_proj": torch.zeros(4, 64, 64)})}
-    mlp |= {"gate_proj": nn.Linear(64, 128), "up_proj": nn.Linear(64, 128), "down_proj": nn.Linear(128, 64)}
-    return nn.ModuleDict({"self_attn": nn.ModuleDict(attention), "mlp": nn.ModuleDict(mlp), "norm": nn.LayerNorm(64)})
+@pytest.fixture
+def model():
+    return build_network(tie_word_embeddings=False)
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.layers = nn.Embedding(10, 64), nn.ModuleList([layer(), layer()])
-        self.head = nn.Linear(64, 10, bias=False)
-
-    def get_output_embeddings(self):
-        return self.head
-
-
-PROJECTIONS = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"] + [
-    f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")
-]
+def test_every_linear_but_the_head_and_what_globs_exclude_is_quantizable(model):
+    every = set(quantizable_linears(model))
+    assert every == {f"model.layers.{i}.{p}" for i in range(2) for p in PROJECTIONS}
+    left = quantizable_linears(model, exclude=["model.layers.0.*", "*.down_proj"])
+    assert sorted(left) == sorted(f"model.layers.1.{p}" for p in PROJECTIONS if "down" not in p)
+    assert set(quantizable_linears(model, head=True)) - every == {"lm_head"}
+    assert set(quantizable_linears(model, exclude=["lm_head"], head=True)) == every
 
 
-def test_every_linear_but_head_routers_and_what_globs_exclude_is_quantizable():
-    every = set(quantizable_linears(Model()))
-    assert every == {f"layers.{i}.{p}" for i in range(2) for p in PROJECTIONS}
-    left = quantizable_linears(Model(), exclude=["layers.0.*", "*.down_proj"])
-    assert sorted(left) == sorted(f"layers.1.{p}" for p in PROJECTIONS if "down" not in p)
-    assert set(quantizable_linears(Model(), head=True)) - every == {"head"}
-    assert set(quantizable_linears(Model(), exclude=["head"], head=True)) == every
-
-
-def test_an_adapter_changes_no_name_and_is_not_quantized():
-    plain = list(quantizable_linears(Model()))
-    model = Model()
+def test_an_adapter_changes_no_name_and_is_not_quantized(model):
     own = quantizable_linears(model)
+    plain = list(own)
     get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "up_proj"], modules_to_save=["down_proj"]))
     found = quantizable_linears(model)
     assert list(found) == plain
@@ -68,11 +51,11 @@ def test_an_adapter_changes_no_name_and_is_not_quantized():
     assert list(quantizable_linears(model, ["*.q_proj"])) == [name for name in plain if "q_proj" not in name]
 
 
-def test_fused_groups_are_those_of_the_engines():
-    groups = fused_groups(quantizable_linears(Model()))
-    assert groups["layers.1.self_attn.qkv_proj"] == [f"layers.1.self_attn.{x}_proj" for x in "qkv"]
-    assert groups["layers.0.mlp.gate_up_proj"] == ["layers.0.mlp.gate_proj", "layers.0.mlp.up_proj"]
-    assert groups["layers.0.mlp.down_proj"] == ["layers.0.mlp.down_proj"]
+def test_fused_groups_are_those_of_the_engines(model):
+    groups, first = fused_groups(quantizable_linears(model)), "model.layers.0"
+    assert groups[f"{first}.self_attn.qkv_proj"] == [f"{first}.self_attn.{x}_proj" for x in "qkv"]
+    assert groups[f"{first}.mlp.gate_up_proj"] == [f"{first}.mlp.gate_proj", f"{first}.mlp.up_proj"]
+    assert groups[f"{first}.mlp.down_proj"] == [f"{first}.mlp.down_proj"]
     assert fused_group("q_proj") == "qkv_proj"
 
 
@@ -86,8 +69,7 @@ def marked(name, linear):
     return new
 
 
-def test_a_swap_keeps_names_and_is_idempotent():
-    model = Model()
+def test_a_swap_keeps_names_and_is_idempotent(model):
     before = {name: id(p) for name, p in model.named_parameters()}
     first = swap_linears(model, marked)
     assert {name: id(p) for name, p in model.named_parameters()} == before
@@ -106,9 +88,9 @@ def test_a_shared_layer_is_swapped_once_in_both_places():
     assert type(model.a) is Marked
 
 
-def test_a_swap_that_matches_nothing_is_an_error():
+def test_a_swap_that_matches_nothing_is_an_error(model):
     with pytest.raises(ConfigError, match=r"No linear layer.*exclude"):
-        swap_linears(Model(), marked, ["*"])
+        swap_linears(model, marked, ["*"])
     with pytest.raises(ConfigError, match=r"Given: Sequential"):
         swap_linears(nn.Sequential(nn.ReLU()), marked)
 

@@ -22,26 +22,12 @@ def test_a_quantized_linear_multiplies_as_its_format_does(name):
     assert list(layer.state_dict()) == ["bias"]
 
 
-def test_a_quantized_linear_follows_its_newest_weight():
-    format = formats.get("fp8_row")
-    layer = QuantizedLinear(format, (32, 64))
-    with pytest.raises(RuntimeError, match="no weight yet"):
-        layer(torch.ones(1, 64))
-    x = torch.randn(2, 64)
-    outputs = []
-    for seed in range(2):
-        weight = torch.randn(32, 64, generator=torch.Generator().manual_seed(seed))
-        q = format.quantize(weight)
-        layer.load({"weight": q.codes, "weight_scale": q.scales})
-        outputs.append(layer(x))
-        assert torch.equal(outputs[-1], format.linear(x, q))
-    assert not torch.equal(*outputs)
-
-
 def test_the_operand_is_made_once_unless_told_otherwise():
     format = formats.get("int4_group", group_size=32)
     q = format.quantize(torch.randn(32, 64))
     cached, plain = QuantizedLinear(format, (32, 64)), QuantizedLinear(format, (32, 64), cache=False)
+    with pytest.raises(RuntimeError, match="no weight yet"):
+        plain(torch.ones(1, 64))
     for layer in (cached, plain):
         layer.set_weight(q)
     assert cached.prepared(torch.float32) is cached.prepared(torch.float32)
@@ -63,15 +49,3 @@ def test_codes_and_scales_are_no_ones_to_send():
     leave_to_each_rank(model)
     leave_to_each_rank(model)
     assert model._ddp_params_and_buffers_to_ignore == ["a.codes", "a.global_scale", "a.scales"]
-
-
-@pytest.mark.parametrize("name", ["fp8_row", "nvfp4"])
-def test_under_autocast_inputs_are_rounded_as_a_plain_layers_before_they_are_multiplied(name):
-    format, x = formats.get(name), torch.randn(3, 64)
-    layer = QuantizedLinear(format, (32, 64), torch.randn(32))
-    layer.set_weight(format.quantize(torch.randn(32, 64)))
-    with torch.autocast("cpu", torch.bfloat16):
-        y = layer(x)
-        assert torch.equal(y, layer(x.bfloat16()))
-    assert y.dtype == torch.bfloat16
-    assert layer(x).dtype == torch.float32

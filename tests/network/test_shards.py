@@ -41,11 +41,16 @@ def test_a_divided_parameter_is_whole_inside_and_itself_after(mesh):
     assert all(torch.equal(found[name], value) and type(found[name]) is torch.Tensor for name, value in plain.items())
 
 
-def test_the_own_part_of_a_single_process_is_all_in_the_same_memory(mesh):
-    parameter = divided(mesh, 4, 2)
+def test_the_own_part_of_a_single_process_is_all_in_the_same_memory_and_another_is_cut_alike(mesh):
+    parameter, value = divided(mesh, 4, 2), torch.randn(4, 2)
     assert type(own(parameter)) is torch.Tensor
     assert torch.equal(own(parameter), whole(parameter))
     assert own(parameter).data_ptr() == parameter._local_tensor.data_ptr()
+    part = own_part(value, parameter)
+    assert part.placements == parameter.placements
+    assert torch.equal(whole(part), value)
+    assert own_part(value, torch.empty(4, 2)) is value
+    assert whole(value) is value
 
 
 @pytest.mark.parametrize(("rows", "size"), [(6, 2), (5, 2), (5, 4), (1, 3)])
@@ -71,15 +76,6 @@ def test_parts_of_rows_are_gathered_by_one_collective_also_where_some_have_fewer
         torch.distributed.destroy_process_group()
     assert [len(one) for one in sent] == [most]
     assert torch.equal(sent[0][: len(parts[-1])], parts[-1])
-
-
-def test_a_part_is_cut_as_another_is(mesh):
-    parameter, value = divided(mesh, 4, 2), torch.randn(4, 2)
-    part = own_part(value, parameter)
-    assert part.placements == parameter.placements
-    assert torch.equal(whole(part), value)
-    assert own_part(value, torch.empty(4, 2)) is value
-    assert whole(value) is value
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn, torch.float32])

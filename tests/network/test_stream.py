@@ -127,13 +127,10 @@ def test_a_device_that_runs_ahead_is_asked_once_at_the_end(monkeypatch):
         formats.get("fp8_row").quantize(torch.full((8, 128), float("nan")))
 
 
-def test_a_missing_part_is_named():
+def test_a_part_that_is_missing_and_a_layer_that_does_not_fit_are_named():
     without = ((name, tensor) for name, tensor in stream() if "layers.1.self_attn.v_proj.weight" not in name)
     with pytest.raises(IncompleteError, match=r"a weight for model\.layers\.1\.self_attn\.v_proj.*qkv_proj waited"):
         list(weight_stream(without, formats.get("fp8_row"), LAYERS))
-
-
-def test_a_layer_that_does_not_fit_is_named():
     odd = [("a.up_proj.weight", torch.ones(8, 96))]
     with pytest.raises(ValueError, match=r"a\.up_proj does not fit int4_group.*\(8, 96\)"):
         list(weight_stream(odd, formats.get("int4_group"), ["a.up_proj"]))

@@ -1,9 +1,7 @@
-"""A batch for the objectives' tests."""
-
 import torch
 
-from lit_qrl.types import RolloutBatch
 from tests.functional.helpers import rows
+from tests.networks import rollout_of
 
 
 def batch(dtype=torch.float64, **changes):
@@ -12,20 +10,9 @@ def batch(dtype=torch.float64, **changes):
     learner = torch.where(mask, learner_old, 0.0) + 0.1 * torch.randn(
         mask.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64
     ).to(dtype)
-    b = len(mask)
-    fields = {
-        "tokens": torch.ones(b, 2 + mask.shape[1], dtype=torch.long),
-        "prompt_length": torch.full((b,), 2),
-        "mask": mask,
-        "sampler_logprobs": sampler,
-        "learner_old_logprobs": learner_old,
-        "rewards": advantages + 0.5,
-        "advantages": advantages,
-        "group": torch.arange(b) // 2,
-        "version": torch.zeros(b, dtype=torch.long),
-        "stopped": torch.ones(b, dtype=torch.bool),
-    }
-    return learner.requires_grad_(), RolloutBatch(**{**fields, **changes})
+    fields = {"sampler_logprobs": sampler, "learner_old_logprobs": learner_old, "advantages": advantages}
+    fields |= {"rewards": advantages + 0.5, "group": torch.arange(len(mask)) // 2}
+    return learner.requires_grad_(), rollout_of(mask, **{**fields, **changes})
 
 
 def value(objective, learner, data):

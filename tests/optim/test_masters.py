@@ -8,16 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import Callback
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.optim import MuonAdamW
 from lit_qrl.optim.masters import MasterWeights, join, split, trained_by
-from tests.tiny_run import Twin, build, fit, parameters_of
-
-ROOT = Path(__file__).parent.parent.parent
+from tests.tiny_run import Twin, fit, interrupted, parameters_of
 
 
 def adamw(named):
@@ -192,14 +189,6 @@ def test_parameters_without_a_gradient_stay_and_the_closure_runs():
     assert all(torch.equal(a, b) for a, (_, b) in zip(before, weights, strict=True))
 
 
-def test_fp16_weights_without_a_gradient_survive_adamws_epsilon():
-    weight = nn.Parameter(torch.ones(4, dtype=torch.float16))
-    over = MasterWeights([("up", weight)], adamw)
-    weight.grad = torch.zeros_like(weight)  # in fp16 the epsilon of 1e-8 is 0, and the update 0 / 0
-    over.step()
-    assert weight.isfinite().all()
-
-
 # ---------------------------------------------------------------------------------------------------- which runs get it
 
 
@@ -210,16 +199,14 @@ def test_masters_are_kept_where_a_trained_parameter_has_fewer_than_32_bits(caplo
     assert not caplog.text
     assert isinstance(trained_by(adamw, named_weights(), False), torch.optim.AdamW)
     assert "weights in bfloat16 round each update" in caplog.text
-
-
-def test_fp16_weights_under_a_loss_scaler_are_refused():
     with pytest.raises(ConfigError, match="A loss scaler takes no gradients in fp16"):
         trained_by(adamw, named_weights(torch.float16), True, scaler=object())
 
 
 # ------------------------------------------------------------------------------------------------------ bytes of memory
 
-# What docs/numerics.md says of full fine-tuning, in bytes a parameter: weight, low bits, gradient, optimizer.
+NUMERICS = Path(__file__).parents[2] / "docs" / "numerics.md"
+# What it says of full fine-tuning, in bytes a parameter: weight, low bits, gradient, optimizer.
 TABLE = {
     "bf16, AdamW": (torch.bfloat16, adamw, (2, 2, 2, 8)),
     "bf16, AdamW8bit": (torch.bfloat16, adamw_of_8_bits, (2, 2, 2, 2)),
@@ -254,8 +241,8 @@ def test_bytes_of_a_parameter_are_those_of_the_table(name):
         storage(state_tensors(one.inner if over else one)),
     )
     assert [part / count for part in parts] == pytest.approx(expected, abs=0.07)
-    row = [line for line in (ROOT / "docs" / "numerics.md").read_text().splitlines() if line.startswith(f"| {name} ")]
-    cells = [float(cell) for cell in row[0].split("|")[2:7]]
+    (row,) = (line for line in NUMERICS.read_text().splitlines() if line.startswith(f"| {name} "))
+    cells = [float(cell) for cell in row.split("|")[2:7]]
     assert cells == [*expected, sum(expected)]
 
 
@@ -282,22 +269,13 @@ def test_a_bf16_run_at_a_small_rate_realizes_the_update_of_fp32(tmp_path, precis
 
 
 def test_a_resumed_bf16_run_equals_the_unbroken_one(tmp_path):
-    options = {**BF16, "model": {"lr_schedule": "cosine"}}
     settings = {"precision": "bf16-true", "max_epochs": 4, "gradient_clip_val": 0.5}
-    whole, module, _ = fit(tmp_path / "whole", **options, trainer=settings)
-
-    class Stop(Callback):
-        def on_train_epoch_start(self, trainer, pl_module):
-            if trainer.current_epoch == 2:
-                raise KeyboardInterrupt
-
-    trainer, cut, data = build(tmp_path / "cut", **options, callbacks=[Stop()], trainer=settings)
-    with pytest.raises(SystemExit):
-        trainer.fit(cut, datamodule=data)
-    saved = tmp_path / "cut" / "run" / "checkpoints" / "last.ckpt"
+    options = {**BF16, "model": {"lr_schedule": "cosine"}, "trainer": settings}
+    whole, module, _ = fit(tmp_path / "whole", **options)
+    saved = interrupted(tmp_path / "cut", at=2, **options)
     lows = torch.load(saved, weights_only=True)["optimizer_states"][0]["masters"]
     assert any(int(low.count_nonzero()) for low in lows)
-    trainer, resumed, _ = fit(tmp_path / "cut", **options, ckpt_path=saved, trainer=settings)
+    trainer, resumed, _ = fit(tmp_path / "cut", **options, ckpt_path=saved)
     assert torch.equal(parameters_of(module), parameters_of(resumed))
     assert torch.equal(masters_of(whole), masters_of(trainer))
 

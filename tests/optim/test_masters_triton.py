@@ -1,5 +1,3 @@
-"""Adam on fp32 weights in two parts by one kernel, beside torch's: interpreted, or on a GPU."""
-
 import pytest
 import torch
 

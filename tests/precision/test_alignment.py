@@ -1,9 +1,8 @@
-"""Aligned means aligned: a whole run, learner and sampler in the same arithmetic, against the unaligned pair."""
-
 import pytest
 from lightning.pytorch import Callback
 
 from lit_qrl import formats as f
+from lit_qrl.errors import ConfigError
 from lit_qrl.functional.importance import log_ratio
 from lit_qrl.precision import QATAligned, UnifiedFP8
 from tests import tiny_run as run
@@ -59,8 +58,6 @@ def test_the_unified_flow_agrees_with_its_sampler(tmp_path):
 
 
 def test_another_sampler_format_is_refused_unless_asked_for(tmp_path):
-    from lit_qrl.errors import ConfigError
-
     with pytest.raises(ConfigError, match="differs from the one that the learner computes in"):
         mismatch(tmp_path, "int4_group", QATAligned("fp8_row"))
     mixed = mismatch(tmp_path / "b", f.Int4Group(32), QATAligned("fp8_row"), publisher={"unaligned": True})

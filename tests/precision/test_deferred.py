@@ -150,7 +150,6 @@ def test_what_transformers_must_read_is_left_to_it(tmp_path):
 
 
 def full_precision_bytes(network):
-    """What the base's linear layers hold in full precision."""
     held = [m.weight for name, m in network.named_modules() if type(m) is nn.Linear and "lora_" not in name]
     return sum(w.untyped_storage().nbytes() for w in held if w.untyped_storage().nbytes() > 4)
 

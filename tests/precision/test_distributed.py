@@ -1,8 +1,3 @@
-"""Two processes that share the gradients learn what one process learns from the whole batch."""
-
-import os
-import socket
-
 import pytest
 import torch
 from lightning.pytorch import Trainer
@@ -12,10 +7,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from lit_qrl.formats import Int4Group
 from lit_qrl.precision import NVFP4LoRA, QATAligned, UnifiedFP8
 from tests.precision.toy import LENGTH, VOCABULARY, Module, Policy
+from tests.two_processes import RANKS, in_two, join
 
 # 64 sequences of 6 tokens are three blocks of 128: the weight's gradient in FP8 sums blocks of tokens, and those of two
 # halves are those of the whole only where the cut is between blocks.
-ROWS, STEPS, RANKS = 64, 3, 2
+ROWS, STEPS = 64, 3
 PLUGINS = {
     "aligned": lambda: QATAligned(Int4Group(32)),
     "unified": lambda: UnifiedFP8("emulate"),
@@ -54,23 +50,17 @@ def learn(name, folder, ranks):
     return {"gradients": module.gradients, "weights": weights}
 
 
-def process(rank, folder, port):
-    torch.set_num_threads(1)
+def learn_each(rank, ports, folder):
     learned = {}
-    for name in PLUGINS:  # a finished run takes these away
-        os.environ |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name in PLUGINS:
+        join(rank, ports)
         learned[name] = learn(name, folder, RANKS)
-    torch.save(learned, f"{folder}/{rank}.pt")
+    return learned
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("ranks"))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(process, (folder, port), nprocs=RANKS)
-    return [torch.load(f"{folder}/{rank}.pt") for rank in range(RANKS)]
+    return in_two(learn_each, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from lit_qrl.formats import MXFP4, NF4, NVFP4, FP8Block, FP8Row, FP8Tensor, Int4
 from lit_qrl.formats.base import QuantizedWeight
 from lit_qrl.formats.kernels import dispatch
 from lit_qrl.network.quantized_linear import QuantizedLinear
-from lit_qrl.precision import NVFP4LoRA, PackedLoRA, QATAligned, UnifiedFP8
+from lit_qrl.precision import PackedLoRA, QATAligned, UnifiedFP8
 from lit_qrl.precision.layers import block_fp8
 from lit_qrl.precision.layers.low_bit import LowBitLinear
 from lit_qrl.precision.layers.packed_linear import moved
@@ -22,7 +22,7 @@ from lit_qrl.precision.packed_lora import PackedLinear
 from lit_qrl.precision.source import unchanged
 from lit_qrl.precision.unified_fp8 import Unified
 from tests.formats.oracle import bits, weights
-from tests.precision.toy import LINEARS, Module, Policy, configured
+from tests.precision.toy import Module, Policy, configured
 
 pytestmark = pytest.mark.gpu
 
@@ -148,7 +148,7 @@ def test_int4_weights_under_8_bit_activations_equal_the_cpu_s(activations):
 def test_fused_weight_quantizers_are_the_plain_operations(case, dtype, monkeypatch):
     weight = weights(dtype)[case].to(DEVICE)
     assert dispatch.available(weight, "values")
-    for format in (FP8Block(), Int4Group(32), Int4Group(128)):
+    for format in (FP8Row(), FP8Block(), Int4Group(32), Int4Group(128)):
         one_pass = format.quantize(weight)
         with monkeypatch.context() as patch:
             patch.setattr(dispatch, "available", lambda x, kernel: False)
@@ -165,7 +165,7 @@ def test_fused_quantizers_show_what_is_not_finite():
     for value in (float("nan"), float("inf")):
         broken = x.clone()
         broken[3, 5] = value
-        for format in (FP8Block(), Int4Group(32)):
+        for format in (FP8Block(), Int4Group(32), NVFP4()):
             with pytest.raises(ValueError, match="NaN or inf"):
                 format.quantize(broken)
         assert torch.isnan(FP8Block().linear(broken.bfloat16(), FP8Block().quantize(x.bfloat16()))).any()
@@ -205,25 +205,6 @@ def test_inputs_are_kept_in_eight_bits_on_the_device():
     assert kept < x.numel() * 1.1
 
 
-@pytest.mark.parametrize(
-    "format", [Int4Group(32), FP8Row(), FP8Block(), FP8Tensor("token"), Int8Channel()], ids=lambda format: format.name
-)
-def test_an_aligned_layer_learns_on_the_device(format):
-    torch.manual_seed(0)
-    linear = nn.Linear(256, 256, device=DEVICE, dtype=torch.bfloat16)
-    plugin = QATAligned(format)
-    model = nn.Sequential(linear, nn.SiLU())
-    plugin.convert_module(model)
-    x = torch.randn(4, 64, 256, device=DEVICE, dtype=torch.bfloat16)
-    loss = model(x).float().pow(2).mean()
-    loss.backward()
-    (layer,) = plugin.layers(model).values()
-    assert layer.weight.grad.isfinite().all()
-    policy = SimpleNamespace(network=model, named_weights=model.named_parameters)
-    exported = dict(plugin.source(policy, format).whole(unchanged, None))
-    assert all(tensor.is_cuda for name, tensor in exported.items() if not name.endswith("shape"))
-
-
 FOUR_BITS = [Int4Group(32), Int4Group(32, "fp8"), Int4Group(32, "int8"), NVFP4(), MXFP4(), NF4()]
 
 
@@ -234,13 +215,16 @@ def test_an_aligned_layer_s_gradients_are_the_cpu_s(format, backward):
     plain, x = nn.Linear(256, 256, dtype=torch.bfloat16), torch.randn(96, 256).bfloat16()
     upstream, found = torch.randn(96, 256).bfloat16(), []
     for device in ("cpu", DEVICE):
-        model = nn.Sequential(copy.deepcopy(plain)).to(device)
-        QATAligned(format, backward=backward).convert_module(model)
+        model, plugin = nn.Sequential(copy.deepcopy(plain)).to(device), QATAligned(format, backward=backward)
+        plugin.convert_module(model)
         own = x.detach().to(device).requires_grad_()
         model(own).backward(upstream.to(device))
         found.append([own.grad.cpu().double().flatten(), model[0].weight.grad.cpu().double().flatten()])
     for here, there in zip(*found, strict=True):
         assert torch.cosine_similarity(here, there, dim=0) > 0.9999
+    policy = SimpleNamespace(network=model, named_weights=model.named_parameters)
+    exported = dict(plugin.source(policy, format).whole(unchanged, None))
+    assert all(tensor.is_cuda for name, tensor in exported.items() if not name.endswith("shape"))
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "nf4", "int4_group"])
@@ -262,24 +246,9 @@ def test_compiled_dequantization_is_the_plain_one_and_nothing_is_kept(name):
     assert held - torch.cuda.memory_allocated() < weight.numel()
 
 
-def test_a_packed_policy_trains_on_the_device():
-    policy = Policy(lora=LoraConfig(r=4, target_modules="all-linear"), dtype=torch.bfloat16)
-    policy.configure()
-    plugin = NVFP4LoRA("nvfp4")
-    plugin.configure_policy(policy)
-    policy.to(DEVICE)
-    tokens = torch.randint(0, 32, (4, 6), device=DEVICE)
-    policy(tokens).float().logsumexp(-1).mean().backward()
-    assert sorted(plugin.packed(policy)) == sorted(LINEARS)
-    trained = [p for p in policy.parameters() if p.requires_grad]
-    assert all(p.grad is not None for p in trained)
-
-
 def test_the_unified_plugin_picks_a_backend_that_runs():
     plugin = UnifiedFP8("auto", exclude=["*self_attn*"])
     module = configured(dtype=torch.bfloat16)
-    from lit_qrl.errors import ConfigError
-
     with pytest.raises(ConfigError, match=r"do not fit the FP8 GEMM.*\(128, 64\)"):
         plugin.convert_module(module.to(DEVICE))
     assert plugin.backend.name in ("te", "torch")
@@ -311,9 +280,9 @@ def test_a_packed_base_of_8_bits_multiplies_as_the_embedded_sampler_and_keeps_no
     assert cosine > 0.99999
 
 
-@pytest.mark.parametrize("format", ["fp8_row", "fp8_block"])
-def test_a_policy_over_an_8_bit_base_has_the_gradients_of_its_dequantized_twin(format):
-    """Under one adapter: inputs that are rounded move the gradient of its factors by little."""
+@pytest.mark.parametrize("format", ["fp8_row", "fp8_block", "nvfp4"])
+def test_a_policy_over_a_packed_base_has_the_gradients_of_its_dequantized_twin(format):
+    """Under one adapter: rounded inputs, as 8 bits have them, move the gradient of its factors by little."""
     grads = []
     for kernel in ("auto", "dequantize"):
         options = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
@@ -326,4 +295,4 @@ def test_a_policy_over_an_8_bit_base_has_the_gradients_of_its_dequantized_twin(f
             policy(torch.arange(24, device=DEVICE).view(4, 6)).log_softmax(-1)[..., 3].sum().backward()
         grads.append(torch.cat([p.grad.flatten().float() for p in policy.parameters() if p.requires_grad]))
     assert torch.nn.functional.cosine_similarity(*grads, dim=0) > 0.95
-    assert not torch.equal(*grads)
+    assert format == "nvfp4" or not torch.equal(*grads)

@@ -20,8 +20,7 @@ from tests.networks import batch_of
 from tests.tables import csv_rows
 from tests.tiny_run import build, model_folder
 
-FORMATS = {"nvfp4": {}, "mxfp4": {}, "nf4": {}, "int4_group": {"group_size": 32}}
-FORMATS |= {name: {} for name in ("fp8_row", "fp8_block", "fp8_tensor", "int8_channel")}
+FORMATS = ("nvfp4", "mxfp4", "nf4", "int4_group:group_size=32", "fp8_row", "fp8_block", "fp8_tensor", "int8_channel")
 BATCH = batch_of([[3, 4, 5], [6, 7]], [[8, 9, 10], [11, 12, 13, 14]])
 
 
@@ -30,7 +29,7 @@ def lora(**options):
 
 
 def quantized(tmp_path, name="nvfp4", **options):
-    format = formats.get(name, **FORMATS[name])
+    format = formats.get(name)
     folder = tmp_path / name
     if not folder.exists():
         quantize_checkpoint(Path(model_folder(tmp_path / "model")), folder, format, **options)
@@ -102,10 +101,7 @@ def run(folder, epochs, resume=False, name="nvfp4"):
         source = Path(model_folder(folder / "source"))
         quantize_checkpoint(source, folder / "model", format)  # where `build` looks for its model
     trainer, module, data = build(
-        folder,
-        policy={"lora": lora()},
-        format="auto",
-        trainer={"max_epochs": epochs, "plugins": [NVFP4LoRA(format)]},
+        folder, policy={"lora": lora()}, format="auto", trainer={"max_epochs": epochs, "plugins": [NVFP4LoRA(format)]}
     )
     last = str(folder / "run" / "checkpoints" / "last.ckpt") if resume else None
     trainer.fit(module, datamodule=data, ckpt_path=last, weights_only=True if resume else None)

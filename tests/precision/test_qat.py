@@ -10,56 +10,16 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.network.stream import weight_stream
 from lit_qrl.precision.layers.low_bit import LowBitLinear
 from lit_qrl.precision.qat import Aligned, QATAligned
-from tests.precision.toy import (
-    HIDDEN,
-    LINEARS,
-    VOCABULARY,
-    configured,
-    fit,
-)
+from tests.formats.oracle import rounded
+from tests.formats.test_mxfp8 import of_the_matrix
+from tests.precision.toy import HIDDEN, LINEARS, configured, fit
 
-FORMATS = {
-    "fp8_tensor": {},
-    "fp8_row": {},
-    "fp8_block": {},
-    "int8_channel": {},
-    "int4_group": {"group_size": 32},
-    "nvfp4": {},
-    "mxfp4": {},
-    "mxfp8": {},
-    "nf4": {},
-}
+INT4 = "int4_group:group_size=32"
+FORMATS = ("fp8_tensor", "fp8_row", "fp8_block", "int8_channel", INT4, "nvfp4", "mxfp4", "mxfp8", "nf4")
 
 
 def aligned(linear, format, **options):
     return LowBitLinear.from_linear(linear, "layer", Aligned(format, **options))
-
-
-def plugin(name="int4_group"):
-    return QATAligned(formats.get(name, **FORMATS[name]))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", FORMATS)
-def test_forward_is_the_format_and_backward_the_plain_layer_in_high_precision(name, dtype):
-    torch.manual_seed(0)
-    plain = nn.Linear(64, 32).to(dtype)
-    layer = aligned(copy.deepcopy(plain), formats.get(name, **FORMATS[name]), backward="high_precision")
-    x = torch.randn(2, 5, 64).to(dtype)
-    upstream = torch.randn(2, 5, 32).to(dtype)
-    inputs = [x.clone().requires_grad_() for _ in range(2)]
-    out, reference = layer(inputs[0]), plain(inputs[1])
-    assert torch.equal(out, layer.format.linear(x, layer.format.quantize(plain.weight), plain.bias))
-    assert not torch.equal(out, reference)
-    out.backward(upstream)
-    reference.backward(upstream)
-    for ours, theirs in [
-        (inputs[0].grad, inputs[1].grad),
-        (layer.weight.grad, plain.weight.grad),
-        (layer.bias.grad, plain.bias.grad),
-    ]:
-        assert ours.dtype == theirs.dtype
-        assert torch.allclose(ours, theirs, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
 
 
 def fake_quantized(tensor, numbers):
@@ -67,61 +27,30 @@ def fake_quantized(tensor, numbers):
     return tensor + (numbers - tensor).detach()
 
 
-def nearest_e4m3(values):
-    """Each number's nearest neighbour among all of E4M3's, ties to the even code, without a cast."""
-    grid = [m * 2.0**-9 for m in range(8)] + [(8 + m) * 2.0 ** (e - 10) for e in range(1, 16) for m in range(8)][:-1]
-    grid = torch.tensor(grid, dtype=torch.float64)
-    distance = (values.abs().unsqueeze(-1) - grid).abs()
-    least = distance.amin(-1, keepdim=True)
-    tied = distance == least
-    even = tied & (torch.arange(len(grid)) % 2 == 0)
-    index = torch.where(even.any(-1), even.int().argmax(-1), tied.int().argmax(-1))
-    return grid[index] * values.sign()
+LOOPS = {"fp8_row": "token", "fp8_block": "group", "int8_channel": "int8", "fp8": "token"}
 
 
 def rounded_input(format, x):
-    """The activations that a format multiplies, written anew: the scale of each row, call or block, and its codes."""
-    if not format.quantizes_activations:
-        return x.double()
-    x = x.double()
-    parts = x.split({"fp8_block": 128, "mxfp8": 32}.get(format.name, x.shape[-1]), dim=-1)
-    kind = getattr(format, "activations", None)
-    made = []
-    for part in parts:
-        largest = part.abs().amax() if kind == "tensor" else part.abs().amax(-1, keepdim=True)
-        if kind == "int8" or format.name == "int8_channel":
-            scale = (largest.float() / 127).double()
-            made.append((part / scale).round() * scale)
-        else:
-            scale = (largest.float() / 448).double()
-            if format.name == "mxfp8":
-                scale = 2.0 ** (largest.log2().floor() - 8)
-                part = part.clamp(-448 * scale, 448 * scale)
-            made.append(nearest_e4m3((part / scale).float().double()) * scale)
-    return torch.cat(made, -1)
+    """The activations that a format multiplies, by the loops of the formats' own tests."""
+    rows, kind = x.flatten(0, 1), LOOPS.get(format.name, getattr(format, "activations", None))
+    made = of_the_matrix(rows)[1] if format.name == "mxfp8" else rounded(rows, LOOPS.get(kind, kind))
+    return made.view(x.shape)
 
 
 def cosine(one, other):
     return float(torch.cosine_similarity(one.detach().double().flatten(), other.detach().double().flatten(), dim=0))
 
 
-BACKWARD = {
-    **{name: (name, options) for name, options in FORMATS.items()},
-    "fp8_tensor_by_token": ("fp8_tensor", {"activations": "token"}),
-    "w4a8_fp8": ("int4_group", {"group_size": 32, "activations": "fp8"}),
-    "w4a8_int8": ("int4_group", {"group_size": 32, "activations": "int8"}),
-    "bf16": ("bf16", {}),
-}
+MORE = ("fp8_tensor:activations=token", f"{INT4},activations=fp8", f"{INT4},activations=int8", "bf16")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("case", BACKWARD)
-def test_gradients_are_those_of_the_quantized_product(case, dtype):
+@pytest.mark.parametrize("name", [*FORMATS, *MORE])
+def test_gradients_are_those_of_the_quantized_product(name, dtype):
     """Against autograd through F.linear(Q(x), Q(W)) in fp64, with an estimator that passes over the rounding alone."""
-    name, options = BACKWARD[case]
     torch.manual_seed(0)
     # 160 inputs: a whole 1×128 and a part of one
-    format, plain = formats.get(name, **options), nn.Linear(160, 32).to(dtype)
+    format, plain = formats.get(name), nn.Linear(160, 32).to(dtype)
     x, upstream = torch.randn(2, 9, 160).to(dtype), torch.randn(2, 9, 32).to(dtype)
 
     weight = format.dequantize(format.quantize(plain.weight)).double()
@@ -135,6 +64,7 @@ def test_gradients_are_those_of_the_quantized_product(case, dtype):
     for backward in ("dequantized", "high_precision"):
         layer, own = aligned(copy.deepcopy(plain), format, backward=backward), x.clone().requires_grad_()
         result = layer(own)
+        assert torch.equal(result, format.linear(x, format.quantize(plain.weight), plain.bias))
         assert cosine(result, out) > 0.9999
         result.backward(upstream)
         grads = (own.grad, layer.weight.grad, layer.bias.grad)
@@ -143,34 +73,12 @@ def test_gradients_are_those_of_the_quantized_product(case, dtype):
     assert min(found["dequantized"]) >= 0.9999
     scale = expected[0].norm() / own.grad.double().norm()
     assert 0.9 < float(scale) < 1.1
-    if name in ("int4_group", "nvfp4", "mxfp4", "nf4"):  # what the option is for
+    if format.name in ("int4_group", "nvfp4", "mxfp4", "nf4"):  # what the option is for
         assert found["high_precision"][0] < 0.998
-
-
-def test_a_whole_networks_gradient_is_that_of_what_it_computes():
-    """NVFP4 weights, two decoder layers: against autograd's fake quantization of the same network."""
-    torch.manual_seed(0)
-    tokens, target = torch.randint(VOCABULARY, (2, 4, 12))
-    module = configured()
-    reference = copy.deepcopy(module)
-    grads = {}
-    for backward in ("dequantized", "high_precision"):
-        plugin = QATAligned("nvfp4", backward=backward)
-        plugin.convert_module(module)
-        layers = plugin.layers(module)
-        grads[backward] = gradient(module, tokens, target)
-    for name, layer in layers.items():
-        part, weight = reference.policy.network.get_submodule(name), layer.format.dequantize(layer.quantized())
-        part.forward = lambda x, part=part, weight=weight: nn.functional.linear(x, fake_quantized(part.weight, weight))
-    expected = gradient(reference, tokens, target)
-    assert cosine(grads["dequantized"], expected) > 0.9999
-    assert cosine(grads["high_precision"], expected) < 0.999
-
-
-def gradient(module, tokens, target):
-    module.zero_grad()
-    nn.functional.cross_entropy(module.policy(tokens).flatten(0, 1), target.flatten()).backward()
-    return torch.cat([part.grad.flatten() for part in module.parameters() if part.grad is not None])
+    own = x.clone().requires_grad_()
+    plain(own).backward(upstream)  # whose gradients those in high precision are
+    for ours, theirs in zip(grads, (own.grad, plain.weight.grad, plain.bias.grad), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
 
 
 def test_the_backward_pass_sees_the_weight_that_the_forward_pass_saw():
@@ -186,8 +94,7 @@ def test_nothing_more_is_saved_than_the_input_and_the_weight():
     """What either backward pass keeps between the passes: the layer's own input and the master weight, by address."""
     saved = []
     for backward in ("dequantized", "high_precision"):
-        format = formats.get("int4_group", group_size=32, activations="fp8")
-        layer = aligned(nn.Linear(64, 32), format, backward=backward)
+        layer = aligned(nn.Linear(64, 32), formats.get(f"{INT4},activations=fp8"), backward=backward)
         x = torch.randn(3, 64, requires_grad=True)
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor.data_ptr()), lambda _: None):
             layer(x)
@@ -256,7 +163,7 @@ def test_only_what_needs_a_gradient_gets_one():
 
 
 def test_a_perturbed_weight_is_quantized_anew_and_a_perturbed_norm_passes():
-    qat = plugin("fp8_tensor")
+    qat = QATAligned("fp8_tensor")
     module = configured(qat)
     target, norm = "model.layers.0.self_attn.k_proj.weight", "model.norm.weight"
 
@@ -291,7 +198,9 @@ def test_compiled_equals_eager():
 
 
 def test_names_and_options_are_checked():
-    assert QATAligned("int4_group", activations="fp8").format == formats.Int4Group(activations="fp8")
+    made = QATAligned("int4_group", activations="fp8", backward="high_precision")
+    assert made.format == formats.Int4Group(activations="fp8")
+    assert made.arithmetic.backward_operands == "high_precision"
     with pytest.raises(ConfigError, match="no such number format"):
         QATAligned("int5")
     with pytest.raises(ConfigError, match=r"fp8_row fixes how activations"):

@@ -1,5 +1,3 @@
-"""vLLM loads a quantized folder by itself, and computes what the format says."""
-
 import pytest
 import torch
 

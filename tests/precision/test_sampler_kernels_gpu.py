@@ -1,5 +1,3 @@
-"""On a CUDA device with vLLM: its kernels in the learner, against the weight multiplied out."""
-
 import copy
 
 import pytest

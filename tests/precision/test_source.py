@@ -42,20 +42,6 @@ def test_whole_is_merged_changed_and_quantized(policy):
     assert torch.equal(doubled[f"{LAYER}.weight_packed"], q.codes)
 
 
-def test_the_head_goes_out_in_the_format_where_it_is_asked_for(tmp_path):
-    format = formats.get("fp8_row")
-    made = CausalPolicy(model_folder(tmp_path, tie_word_embeddings=False))
-    made.configure()
-    source = WeightSource(made, format, head=True)
-    assert source.shapes["lm_head"] == tuple(made.network.lm_head.weight.shape)
-    got = dict(source.whole(unchanged, None))
-    assert got["lm_head.weight"].dtype == torch.float8_e4m3fn
-    assert got["model.embed_tokens.weight"].dtype == torch.float32
-    q = format.quantize(made.network.lm_head.weight.detach())
-    assert torch.equal(got["lm_head.weight"].view(torch.uint8), q.codes.view(torch.uint8))
-    assert dict(WeightSource(made, format).whole(unchanged, None))["lm_head.weight"].dtype == torch.float32
-
-
 def test_base_and_plain_and_adapter(policy):
     source = WeightSource(policy, formats.get("bf16"))
     base = dict(source.base(None))

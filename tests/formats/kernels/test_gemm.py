@@ -126,28 +126,6 @@ def test_the_smallest_number_of_rows_that_settles(differs_below, expected):
     assert gemm.smallest_settled(product, (1, 16, 64, 256)) == (expected if differs_below <= 64 else 0)
 
 
-@pytest.mark.parametrize(
-    ("requirement", "words", "met"),
-    [
-        (gemm.Requirement((8, 9)), "compute capability 8.9 or newer", {(8, 9), (9, 0), (10, 0)}),
-        (gemm.Requirement((9, 0), newer=False), "compute capability 9.0", {(9, 0)}),
-        (
-            gemm.Requirement((9, 0), newer=False, cuda=(13, 0)),
-            "compute capability 9.0 and CUDA 13.0 or newer",
-            set(),
-        ),
-    ],
-)
-def test_a_requirement_is_said_and_checked(device, requirement, words, met, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")
-    assert str(requirement) == words
-    for capability in ((8, 0), (8, 9), (9, 0), (10, 0)):
-        device(capability)
-        assert requirement.met(CUDA) is (capability in met)
-        assert not requirement.met(CPU)
-    assert requirement.given(CUDA) == ("A GPU (10.0, CUDA 12.9)" if requirement.cuda else "A GPU (10.0)")
-
-
 @pytest.mark.parametrize("shape", [(512, 1), (4, 3), (1, 4), (16, 8)])
 def test_scales_lie_column_by_column_with_the_strides_that_the_product_asks_for(shape):
     scale = torch.rand(shape)

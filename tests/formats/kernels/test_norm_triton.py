@@ -1,5 +1,3 @@
-"""The kernels of a norm and of the residual sum before it against the formulas: interpreted, or compiled on a GPU."""
-
 import pytest
 import torch
 

@@ -1,5 +1,3 @@
-"""The kernel that turns queries and keys against the library's operations in fp32, interpreted or on a GPU."""
-
 import pytest
 import torch
 from transformers import LlamaConfig

@@ -1,5 +1,3 @@
-"""Sums of gathered rows in one kernel, against sums in double: interpreted, or compiled on a GPU."""
-
 import torch
 
 from tests.triton_interpreter import EVERYWHERE

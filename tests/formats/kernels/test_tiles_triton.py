@@ -1,5 +1,3 @@
-"""Fused quantizers of activations against plain operations: interpreted, or compiled on a GPU."""
-
 import pytest
 import torch
 from torch.nn import functional as F

@@ -1,5 +1,3 @@
-"""Codes that a kernel transposes, byte by byte against torch's own copy: interpreted, or on a GPU."""
-
 import torch
 
 from tests.triton_interpreter import EVERYWHERE

@@ -1,5 +1,3 @@
-"""Queries and keys that are turned while they are laid out, against turning and gathering one after the other."""
-
 import torch
 from transformers.models.llama.modeling_llama import rotate_half
 

@@ -1,5 +1,3 @@
-"""Codes to numbers and back in one kernel, against the formats' plain operations: interpreted, or compiled on a GPU."""
-
 import pytest
 import torch
 

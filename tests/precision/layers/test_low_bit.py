@@ -18,7 +18,7 @@ from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.engine import SamplerSpec
 from lit_qrl.types import SamplingParams
 from tests.families.configs import BY_TYPE, random_network
-from tests.stacked_experts import by_hand, holders, rounded
+from tests.stacked_experts import holders, rounded
 
 IDS = torch.tensor([[3, 5, 7, 11, 2, 9, 4, 6], [8, 8, 3, 1, 5, 10, 12, 5]])
 PLUGINS = {
@@ -41,7 +41,6 @@ def learner(kind, plugin):
 
 
 def published(plugin, policy):
-    """Return an engine that was published to, and both ledgers."""
     engine, sent = TransformersEngine(), SentLedger(0, plugin.format)
     engine.setup(SamplerSpec(sampling=SamplingParams(max_tokens=4)), policy)
     report = engine.load_weights(
@@ -97,20 +96,6 @@ def test_names_shapes_and_weights_stay_and_a_second_call_changes_nothing():
     modules = [id(module) for module in network.modules()]
     plugin.convert_module(SimpleNamespace(policy=SimpleNamespace(network=network), parameters=network.parameters))
     assert [id(module) for module in network.modules()] == modules
-
-
-def test_gate_and_up_of_one_expert_share_a_scale_and_experts_do_not():
-    plugin = QATAligned("fp8_tensor")
-    network, _ = learner("mixtral", plugin)
-    layers, name = plugin.layers(network), "model.layers.0.mlp.experts"
-    scales = {leaf: layers[f"{name}.1.{leaf}"].quantized().scales for leaf in ("w1", "w3", "w2")}
-    gate, up, down = by_hand(
-        "mixtral", *(network.get_parameter(f"{name}.{m}")[1] for m in ("gate_up_proj", "down_proj"))
-    )
-    assert torch.equal(scales["w1"], scales["w3"])
-    torch.testing.assert_close(scales["w1"].squeeze(), torch.maximum(gate.abs().max(), up.abs().max()) / 448)
-    torch.testing.assert_close(scales["w2"].squeeze(), down.abs().max() / 448)
-    assert not torch.equal(layers[f"{name}.2.w1"].quantized().scales, scales["w1"])
 
 
 def test_codes_follow_an_update_a_move_and_a_copy():

@@ -7,13 +7,14 @@ from torch import nn
 
 from lit_qrl import formats
 from lit_qrl.precision.layers.packed_linear import PackedLinear
+from tests.formats.oracle import rounded
 
-FORMATS = {"nvfp4": {}, "mxfp4": {}, "nf4": {}, "int4_group": {"group_size": 32}}
+FORMATS = ("nvfp4", "mxfp4", "nf4", "int4_group:group_size=32")
 
 
 def packed(name="nvfp4", shape=(64, 32), bias=True):
     torch.manual_seed(0)
-    format = formats.get(name, **FORMATS.get(name, {}))
+    format = formats.get(name)
     linear = nn.Linear(*shape, bias=bias)
     layer = PackedLinear.from_linear(linear, format, cache=False)
     layer.set_weight(format.quantize(linear.weight))
@@ -24,7 +25,7 @@ def packed(name="nvfp4", shape=(64, 32), bias=True):
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_packed_layer_multiplies_and_differentiates_as_its_weight_would(name, dtype):
     torch.manual_seed(0)
-    format = formats.get(name, **FORMATS[name])
+    format = formats.get(name)
     linear = nn.Linear(64, 32).to(dtype)
     layer = PackedLinear.from_linear(linear, format, cache=False)
     layer.set_weight(format.quantize(linear.weight))
@@ -44,35 +45,26 @@ def test_a_packed_layer_multiplies_and_differentiates_as_its_weight_would(name, 
     assert torch.allclose(inputs[0].grad, inputs[1].grad, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
 
 
-def rounded_rows(x, largest, round_to_code):
-    """Round each row to codes whose largest is `largest`, in double precision."""
-    scale = x.abs().amax(dim=-1, keepdim=True) / largest
-    return round_to_code(x / scale) * scale
+# Which inputs share a scale: one tensor's, one token's, or 128 of one token, of which there are 64.
+INPUTS = {"fp8_tensor": "tensor", "fp8_row": "token", "fp8_block": "group", "int8_channel": "int8"}
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_layer_of_8_bits_multiplies_rounded_inputs_and_passes_gradients_straight_through(bias):
-    """Rows of inputs are rounded to codes under a scale each; the weight's codes are those of its format."""
-    torch.manual_seed(0)
-    roundings = {
-        "fp8_row": (448.0, lambda v: v.float().to(torch.float8_e4m3fn).double()),
-        "int8_channel": (127.0, lambda v: v.round()),
-    }
-    for name, (largest, round_to_code) in roundings.items():
-        layer = packed(name, bias=bias)
-        layer.kernel = "format"
-        x = torch.randn(2, 3, 64, requires_grad=True)
-        weight = layer.codes.double() * layer.scales.double()
-        out = layer(x)
-        expected = rounded_rows(x.detach().double(), largest, round_to_code) @ weight.t()
-        expected = expected if layer.bias is None else expected + layer.bias.double()
-        # an input between two codes may go either way in fp32 and in double: a step of few of them
-        assert ((out.double() - expected).abs() < 1e-5).float().mean() > 0.9, name
-        torch.testing.assert_close(out.double(), expected, atol=0.05, rtol=0.02)
-        upstream = torch.randn_like(out)
-        out.backward(upstream)
-        torch.testing.assert_close(x.grad.double(), upstream.double() @ weight, atol=1e-5, rtol=1e-5)
-        assert not layer._prepared
+@pytest.mark.parametrize("name", INPUTS)
+def test_a_layer_of_8_bits_multiplies_rounded_inputs_and_passes_gradients_straight_through(name, bias):
+    """Inputs are rounded to codes under their scale in a loop; the weight's codes are its format's."""
+    layer = packed(name, bias=bias)
+    layer.kernel = "format"
+    x = torch.randn(2, 3, 64, requires_grad=True)
+    weight = layer.codes.double() * layer.scales.double()
+    out = layer(x)
+    expected = rounded(x.detach().flatten(0, 1), INPUTS[name]).view(x.shape) @ weight.t()
+    expected = expected if layer.bias is None else expected + layer.bias.double()
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+    upstream = torch.randn_like(out)
+    out.backward(upstream)
+    torch.testing.assert_close(x.grad.double(), upstream.double() @ weight, atol=1e-5, rtol=1e-5)
+    assert not layer._prepared
 
 
 def test_an_input_of_several_layers_is_taken_whole_as_by_the_sampler():

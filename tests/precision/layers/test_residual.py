@@ -76,17 +76,14 @@ def test_products_keep_what_a_norm_s_output_is_made_of_instead_of_it(monkeypatch
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, others[name], atol=1e-6, rtol=1e-4, msg=name)
     outputs = []
-    hooks = [m.register_forward_hook(lambda m, a, out: outputs.append(out[0])) for m in norms_of(model)]
+    norms = [layer.input_layernorm for layer in model.model.layers]
+    hooks = [norm.register_forward_hook(lambda m, a, out: outputs.append(out[0])) for norm in norms]
     model(input_ids=TOKENS, use_cache=False)
     assert dispatch.kept(outputs[0], dispatch.RECIPE) is not None
     outputs[0].mul_(1.0)  # written to: it is what is read, not what it was made of
     assert dispatch.kept(outputs[0], dispatch.RECIPE) is None
     for hook in hooks:
         hook.remove()
-
-
-def norms_of(model):
-    return [layer.input_layernorm for layer in model.model.layers]
 
 
 def of_policy(network, batch, weights):
