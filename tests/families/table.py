@@ -30,8 +30,6 @@ from lit_qrl.cli.models import MEASURED
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.support import TABLE
 from lit_qrl.network.experts import expert_stacks
-from lit_qrl.network.linears import fused_groups, quantizable_linears
-from lit_qrl.network.stream import shared_amax
 from lit_qrl.network.structure import outline
 from lit_qrl.policy import CausalPolicy
 from lit_qrl.precision import NVFP4LoRA, QATAligned
@@ -43,6 +41,7 @@ from tests.families.page import DOCUMENT, ROOT, document, keep, kept, packaged, 
 from tests.families.vllm_cells import FORMATS as VLLM_FORMATS
 from tests.families.vllm_cells import run_cell
 from tests.families.witness import Difference, Witness, reference
+from tests.stacked_experts import rounded
 
 FORMATS = ("auto", "bf16", "fp8_row", "fp8_tensor", "int4_group", "nvfp4")
 """Of the sampler; `auto` is the learner's own dtype."""
@@ -170,7 +169,7 @@ def _reloaded(folder: Path, format: str | None) -> Cell:
         applied = None if format in (None, "bf16") else formats.get(format)
         plain = reference(policy)
         if applied is not None:
-            _round_weights(plain, applied)
+            plain = rounded(policy.config.model_type, plain, applied)
         plain = plain.to(loaded.dtype)
         expected = plain(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)
         got = loaded(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)
@@ -191,21 +190,6 @@ def _read(output: Path, format: str | None) -> Any:
     policy.configure()
     NVFP4LoRA(formats.get(format)).configure_policy(policy)
     return policy.network.eval()
-
-
-@torch.no_grad()
-def _round_weights(network: Any, format: Any) -> None:
-    """Put in place of each weight what its codes in a weight-only format stand for."""
-    weights = {name: linear.weight for name, linear in quantizable_linears(network).items()}
-    for name, stack in expert_stacks(network).items():
-        for matrix in stack.parts:
-            weights |= stack.named(matrix, network.get_parameter(f"{name}.{matrix}"))
-    for names in fused_groups(weights).values():
-        parts = {name: weights[name] for name in names}
-        shared = shared_amax(parts) if format.shares_amax and len(parts) > 1 else None
-        rounded = {name: format.dequantize(format.quantize(part, shared)) for name, part in parts.items()}
-        for name, weight in rounded.items():
-            weights[name].copy_(weight)
 
 
 def audited(family: Family, folder: Path, chosen: tuple[str, ...] = FORMATS[1:]) -> Cell:

@@ -28,7 +28,6 @@ pytestmark = pytest.mark.vllm
 KNOWN = [
     pytest.param(family, format, marks=[pytest.mark.slow] * (format != "plain"), id=f"{family.model_type}-{format}")
     for family in FAMILIES
-    if family.vllm
     for format in ("plain", "fp8_row")
 ]
 

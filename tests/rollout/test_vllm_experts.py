@@ -8,15 +8,7 @@ from transformers import MixtralConfig, Qwen3MoeConfig
 from lit_qrl.network.experts import expert_stacks
 from lit_qrl.publish.probe import Probe, learner_scores
 from lit_qrl.receipts.ledger import PublishError
-from tests.vllm_engines import (
-    VOCABULARY,
-    disagreement,
-    named,
-    optimizer_step,
-    publish,
-    sampler_format,
-    tiny_network,
-)
+from tests.vllm_engines import VOCABULARY, disagreement, named, optimizer_step, publish, sampler_format, tiny_network
 
 pytestmark = pytest.mark.vllm
 

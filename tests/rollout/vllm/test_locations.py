@@ -6,14 +6,7 @@ from torch import nn
 
 from lit_qrl.receipts.checksum import slices
 from lit_qrl.rollout.vllm import locations
-from lit_qrl.rollout.vllm.locations import (
-    ExpertPlace,
-    Place,
-    copy_all,
-    lacking,
-    loaded_format,
-    whole_experts,
-)
+from lit_qrl.rollout.vllm.locations import ExpertPlace, Place, copy_all, lacking, loaded_format, whole_experts
 from tests.operations import counted
 
 
