@@ -184,18 +184,6 @@ def test_a_sampler_that_was_kept_cannot_be_had_back_and_gets_a_new_version(tmp_p
     assert rollouts.versions == [0, 1, 2, 2]
 
 
-def test_a_death_does_not_hide_other_errors(tmp_path):
-    class Broken(RLCallback):
-        def on_publish(self, trainer, module, name, tensor):
-            raise RuntimeError("a mistake of the user's own")
-
-    _, engine, _, run = mortal(tmp_path, callbacks=[Broken()])
-    with pytest.raises(RuntimeError, match="user's own"):
-        run()
-    assert engine.story.count("died") == 0
-    assert events(tmp_path, "engine_died") == []
-
-
 def test_a_restart_starts_the_noise_anew(tmp_path):
     from lit_qrl.callbacks import AQNNoise
 

@@ -144,21 +144,6 @@ def test_checksums_come_in_the_order_of_the_names_and_flag_what_is_not_finite():
     }
 
 
-def test_faithful_publishes_raise_no_alarm():
-    generator = torch.Generator().manual_seed(0)
-    named, previous = weights(), None
-    for version in range(200):
-        for tensor in named.values():
-            tensor.add_(LEARNING_RATE * torch.randn(tensor.shape, generator=generator).to(tensor.dtype))
-        sent = SentLedger(version)
-        held = {name: tensor.clone() for name, tensor in sent.watch(iter(named.items()))}
-        received = ReceivedLedger(version)
-        for name in sorted(held):  # an engine may record in another order
-            received.record(name, held[name])
-        assert compare(sent, received, previous) == []
-        previous = sent.receipts()
-
-
 Q, K = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight"
 V, NORM = "model.layers.1.self_attn.v_proj.weight", "model.layers.1.input_layernorm.weight"
 
@@ -198,12 +183,6 @@ def test_version_prefix_cache_and_repetition_are_named():
     received.faults.append(Fault("not_copied", "model.layers.0.self_attn.qkv_proj.weight"))
     kinds = [fault.kind for fault in compare(sent, received)]
     assert kinds == ["not_copied", "version", "prefix_cache", "twice"]
-
-
-def test_without_earlier_receipts_a_stale_tensor_is_only_different():
-    old, new = weights(), weights(step=LEARNING_RATE)
-    sent, received = ledgers(new, new | {Q: old[Q]})
-    assert [fault.kind for fault in compare(sent, received)] == ["different"]
 
 
 def test_equal_tensors_are_not_taken_for_each_other():
