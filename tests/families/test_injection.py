@@ -41,14 +41,17 @@ def publish(source, delivery, version):
 
 
 @torch.no_grad()
-def step(network):
-    """What one optimizer step changes: every number, buffers included, by the learning rate."""
-    generator, seen = torch.Generator().manual_seed(0), set()
-    for tensor in network.state_dict(keep_vars=True).values():
-        if tensor.is_floating_point() and id(tensor) not in seen:
-            seen.add(id(tensor))  # a tied weight is one
-            signs = 2.0 * torch.randint(2, tensor.shape, generator=generator) - 1
-            tensor.add_(LEARNING_RATE * signs)
+def step(network, seed=0, dtype=torch.float32):
+    """What one optimizer step changes, as far as an engine's dtype shows it: every number by the learning rate.
+
+    A number of which that is less than half the spacing in bf16 would be sent as the same one, so that what stays
+    behind is not stale; it goes to the next one here.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in {id(tensor): tensor for tensor in network.state_dict(keep_vars=True).values()}.values():
+        if tensor.is_floating_point():
+            size = (torch.finfo(dtype).eps * tensor.abs()).clamp(min=LEARNING_RATE)
+            tensor.add_(size * (2.0 * torch.randint(2, tensor.shape, generator=generator) - 1))
 
 
 def by_receipt(error):

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig
 
-from lit_qrl.callbacks import AQNNoise, RLCallback, TruncatedIS
+from lit_qrl.callbacks import RLCallback, TruncatedIS
 from lit_qrl.cli.main import main
-from lit_qrl.precision import NVFP4LoRA, QATAligned
+from lit_qrl.precision import QATAligned
 from lit_qrl.run.event_log import read_jsonl
 from tests import vllm_cpu_shim
 from tests.evaluations import Distance
@@ -56,57 +55,6 @@ def table(folder):
     return csv_rows(folder / "metrics.csv")
 
 
-def counted(name, original, calls):
-    def method(engine, *args):
-        calls.append(name)
-        return original(engine, *args)
-
-    method.__name__ = name
-    return method
-
-
-def test_packed_base_once_then_adapters_and_noisy_norms(tmp_path, monkeypatch):
-    from lit_qrl.rollout.vllm.engine import VLLMEngine
-
-    loads = []
-    for name in ("load_weights", "load_adapter", "perturb"):
-        monkeypatch.setattr(VLLMEngine, name, counted(name, getattr(VLLMEngine, name), loads))
-    lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
-    trainer, module, data, watch = build_run(
-        tmp_path,
-        engine={"max_lora_rank": 8},
-        callbacks=[AQNNoise(start=0.3, end=0.3, num_stages=2)],
-        format="auto",
-        policy={"lora": lora},
-        publisher={"probe_every": 1},
-        trainer={"plugins": [NVFP4LoRA()], "max_epochs": 4, "limit_val_batches": 1},
-        lr=1e-2,
-    )
-    probes = []
-    trainer.callbacks.append(Probes(probes))
-    trainer.fit(module, datamodule=data)
-    # An evaluation and an iteration each send the adapter; two iterations are noisy, and an evaluation after each not.
-    assert loads.count("load_weights") == 1
-    assert loads.count("load_adapter") == 9
-    assert loads.count("perturb") == 4
-    assert watch.versions == [0, 1, 2, 3]
-    assert max(watch.mismatch[:2]) < 1e-3
-    assert min(watch.mismatch[2:]) > 0.01
-    # The probe knows the noise: learner and engine compute with the same perturbed norms.
-    assert len(probes) == 4
-    assert max(probes) < 1e-3
-    moved = module.policy.adapter_tensors()["base_model.model.model.layers.0.mlp.up_proj.lora_B.weight"]
-    assert moved.abs().max() > 0
-
-
-class Probes(RLCallback):
-    def __init__(self, seen):
-        self.seen = seen
-
-    def on_train_epoch_end(self, trainer, pl_module):
-        self.seen.append(float(pl_module.iteration.row["publish/probe_mean"]))
-
-
 class Truncated(RLCallback):
     """Keeps the largest |log-ratio| of each rollout over the kept tokens and over the whole vocabulary."""
 
@@ -118,6 +66,8 @@ class Truncated(RLCallback):
             difference = module.score(batch) - rollout.sampler_logprobs
             found.append(float((difference * rollout.mask).abs().max()))
         self.sizes.append(int((rollout.kept >= 0).sum(dim=2).max()))
+        evaluated = module.data.engine.generate([[5, 6]], 1, seed=0, sampling=module.data.sampling)
+        assert evaluated[0].kept is None
 
 
 @pytest.mark.parametrize("truncation", [{"top_p": 0.9}, {"top_k": 5}, {"top_p": 0.7, "top_k": 8, "temperature": 1.5}])

@@ -175,6 +175,24 @@ def test_same_seed_same_tokens_whatever_the_batch(plain):
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_completions_are_handed_out_by_number_and_a_part_of_an_engine_hands_out_its_own(plain, monkeypatch, several):
+    _, engine = plain
+    asked, handed = [prompts(1, 20)[0], prompts(1, 50)[0]], []
+    expected = engine.generate(asked, 2, seed=5, positions=[4, 6])
+
+    def joined(given, numbers, call, group):
+        assert group == "both"
+        return [[9] * 30, *given, [8]], [0, *numbers, 7], slice(1, 3)
+
+    if several:
+        monkeypatch.setattr(engine, "processes", "both")
+        monkeypatch.setattr("lit_qrl.rollout.vllm.engine.joined", joined)
+    drawn = engine.generate(asked, 2, seed=5, positions=[4, 6], finished=handed.append)
+    assert {number: one for part in handed for number, one in part.items()} == dict(enumerate(drawn))
+    assert [one.token_ids for one in drawn] == [one.token_ids for one in expected]
+
+
 def test_logprobs_are_those_of_the_processed_distribution(plain):
     network, engine = plain
     warm = SamplingParams(max_tokens=12, temperature=0.7, ignore_stop=True)

@@ -61,21 +61,23 @@ def test_head_size_is_checked_before_the_engine_starts():
     assert engine.llm is None
 
 
-def test_a_model_whose_code_cannot_be_imported_names_the_package(monkeypatch):
-    def fail(name):
-        raise ModuleNotFoundError("No module named 'torchvision'", name="torchvision")
-
-    monkeypatch.setattr(vllm_models, "_class_of", fail)
-    with pytest.raises(ConfigError, match=r"cannot load it here: No module named 'torchvision'.*Install torchvision"):
-        vllm_models.check_model(build_network(head_dim=32))
-
-
-def test_a_package_that_was_built_for_another_torch_is_named(monkeypatch):
-    def fail(name):
-        raise RuntimeError("operator torchvision::nms does not exist")
-
-    monkeypatch.setattr(vllm_models, "_class_of", fail)
-    with pytest.raises(ConfigError, match=r"torchvision::nms does not exist\. Expected: .* built for the torch"):
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            ModuleNotFoundError("No module named 'torchvision'", name="torchvision"),
+            r"cannot load it here: No module named 'torchvision'.*Install torchvision",
+        ),
+        (
+            RuntimeError("operator torchvision::nms does not exist"),
+            r"torchvision::nms does not exist\. Expected: .* built for the torch",
+        ),
+    ],
+    ids=["absent", "built for another torch"],
+)
+def test_a_model_whose_code_cannot_be_imported_names_the_package(error, said, monkeypatch):
+    monkeypatch.setattr(vllm_models, "_class_of", lambda name: (_ for _ in ()).throw(error))
+    with pytest.raises(ConfigError, match=said):
         vllm_models.check_model(build_network(head_dim=32))
 
 
