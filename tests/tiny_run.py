@@ -169,6 +169,35 @@ def parameters_of(module: GRPOModule) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in module.policy.parameters()])
 
 
+class TellingEngine(TransformersEngine):
+    """Tells in `story` what it is asked for, before it does it."""
+
+    LOADS = ("load_weights", "load_adapter", "perturb")
+
+    def __init__(self):
+        super().__init__()
+        self.story = []
+
+    def asked(self, name):
+        self.story.append(name)
+
+    @property
+    def loads(self):
+        return [name for name in self.story if name in self.LOADS]
+
+
+def _told(name):
+    def method(engine, *args, **options):
+        engine.asked(name)
+        return getattr(super(TellingEngine, engine), name)(*args, **options)
+
+    return method
+
+
+for _name in (*TellingEngine.LOADS, "setup", "generate", "score", "close"):
+    setattr(TellingEngine, _name, _told(_name))
+
+
 class Twin(Callback):
     """An fp32 copy of the weights, stepped on with the run's own gradients."""
 

@@ -15,7 +15,7 @@ from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.embedded.loading import Modules
 from lit_qrl.run.event_log import read_jsonl
 from tests.evaluations import Distance
-from tests.tiny_run import build, fit, model_folder
+from tests.tiny_run import TellingEngine, build, fit, model_folder
 
 LAYER = "model.layers.0.self_attn.o_proj"
 NORM = "model.layers.0.input_layernorm.weight"
@@ -45,34 +45,6 @@ class Evaluated(RLCallback):
 
     def on_validation_end(self, trainer, pl_module):
         self.seen.append(self.look(pl_module, pl_module.data.engine))
-
-
-class Calls:
-    """Counts what an engine is asked to load."""
-
-    def __init__(self, monkeypatch):
-        self.made = []
-        for name in ("load_weights", "load_adapter", "perturb"):
-            monkeypatch.setattr(TransformersEngine, name, self.counted(name, getattr(TransformersEngine, name)))
-
-    def counted(self, name, original):
-        def method(engine, tensors, *args):
-            names = []
-
-            def noted():
-                for tensor_name, tensor in tensors:
-                    names.append(tensor_name)
-                    yield tensor_name, tensor
-
-            report = original(engine, noted(), *args)
-            self.made.append((name, names))
-            return report
-
-        return method
-
-    @property
-    def kinds(self):
-        return [kind for kind, _ in self.made]
 
 
 def read_events(folder):
@@ -179,34 +151,29 @@ def test_which_layers_are_quantized_is_said_in_one_place(tmp_path):
 # ------------------------------------------------------------------------------------------------------------ LoRA
 
 
-def test_a_packed_base_goes_out_once_and_then_its_adapter(tmp_path, monkeypatch):
-    calls, watch = Calls(monkeypatch), Watch()
+def test_a_packed_base_goes_out_once_and_then_its_adapter(tmp_path):
+    engine, watch = TellingEngine(), Watch()
     options = lora_options()
     options["trainer"]["limit_val_batches"] = 1
-    _, module, _ = fit(tmp_path, callbacks=[watch], **options)
+    _, module, _ = fit(tmp_path, callbacks=[watch], engine=engine, **options)
     # one evaluation before the run and one per iteration, all in the learner's own packed arithmetic
-    assert calls.kinds == ["load_weights"] + ["load_adapter"] * 7
-    base, adapter = calls.made[0][1], calls.made[-1][1]
-    assert f"{LAYER}.weight_packed" in base
-    assert not any("lora" in name for name in base)
-    assert f"base_model.model.{LAYER}.lora_A.weight" in adapter
+    assert engine.loads == ["load_weights"] + ["load_adapter"] * 7
     assert max(watch.mismatch) < 1e-4
     moved = module.policy.adapter_tensors()[f"base_model.model.{LAYER}.lora_B.weight"]
     assert moved.abs().max() > 0
 
 
-def test_norms_are_perturbed_over_an_unchanged_base_and_come_back_clean(tmp_path, monkeypatch):
-    calls = Calls(monkeypatch)
-    options = lora_options()
+def test_norms_are_perturbed_over_an_unchanged_base_and_come_back_clean(tmp_path):
+    options = {"engine": (engine := TellingEngine()), **lora_options()}
     options["trainer"].update(max_epochs=4, limit_val_batches=1)
     clean, evaluated = (
         kind(lambda m, e: torch.equal(e.read_back(NORM), m.policy.network.get_parameter(NORM)))
         for kind in (Watch, Evaluated)
     )
     fit(tmp_path, callbacks=[AQNNoise(start=0.3, end=0.3, num_stages=2), clean, evaluated], **options)
-    assert calls.kinds.count("load_weights") == 1
+    assert engine.loads.count("load_weights") == 1
     # two noisy rollouts, and an evaluation after each that takes the noise away
-    assert calls.kinds.count("perturb") == 4
+    assert engine.loads.count("perturb") == 4
     assert clean.seen == [True, True, False, False]
     assert evaluated.seen == [True] * 5
     assert max(clean.mismatch[:2]) < 1e-4
@@ -214,21 +181,21 @@ def test_norms_are_perturbed_over_an_unchanged_base_and_come_back_clean(tmp_path
 
 
 @pytest.mark.parametrize("lora", ["merged", "adapter"])
-def test_an_adapter_over_a_plain_base(tmp_path, monkeypatch, lora):
-    calls, watch, lost = Calls(monkeypatch), Watch(), []
+def test_an_adapter_over_a_plain_base(tmp_path, lora):
+    engine, watch, lost = TellingEngine(), Watch(), []
 
     class Lost(RLCallback):
         def on_train_epoch_end(self, trainer, pl_module):
             lost.append(pl_module.iteration.row.get("publish/merge_lost"))
 
     options = {"policy": {"lora": LoraConfig(**LORA)}, "publisher": {"lora": lora, "probe_every": 1}, "lr": 1e-2}
-    fit(tmp_path, callbacks=[watch, Lost()], format="auto", trainer={"max_epochs": 3}, **options)
+    fit(tmp_path, callbacks=[watch, Lost()], engine=engine, format="auto", trainer={"max_epochs": 3}, **options)
     if lora == "merged":  # from the second on there is an update to lose, of which fp32 loses little
         assert all(0 < float(one) < 1e-3 for one in lost[1:])
     else:
         assert lost == [None] * 3
     expected = ["load_weights"] * 3 if lora == "merged" else ["load_weights"] + ["load_adapter"] * 3
-    assert calls.kinds == expected
+    assert engine.loads == expected
     assert max(watch.mismatch) < 1e-4
     if lora == "merged":  # without probes it is told once, of the first update
         lost.clear()
@@ -238,10 +205,10 @@ def test_an_adapter_over_a_plain_base(tmp_path, monkeypatch, lora):
         assert 0 < float(lost[1]) < 1e-3
 
 
-def test_the_base_goes_out_again_when_an_evaluation_displaced_it(tmp_path, monkeypatch):
-    calls, trainer = Calls(monkeypatch), {"max_epochs": 1, "limit_val_batches": 1}
-    fit(tmp_path, policy={"lora": LoraConfig(**LORA)}, publisher={"lora": "adapter"}, format="auto", trainer=trainer)
-    assert calls.kinds == ["load_weights", "load_weights", "load_adapter", "load_weights"]
+def test_the_base_goes_out_again_when_an_evaluation_displaced_it(tmp_path):
+    options = {"policy": {"lora": LoraConfig(**LORA)}, "publisher": {"lora": "adapter"}, "format": "auto"}
+    fit(tmp_path, engine=(engine := TellingEngine()), trainer={"max_epochs": 1, "limit_val_batches": 1}, **options)
+    assert engine.loads == ["load_weights", "load_weights", "load_adapter", "load_weights"]
 
 
 # ---------------------------------------------------------------------------------------------------------- faults
@@ -326,18 +293,11 @@ def test_what_is_garbled_beside_an_unchanged_base_is_named(tmp_path, monkeypatch
 
 
 def test_a_sampler_may_stay_for_several_iterations_and_every_nth_publish_is_probed(tmp_path):
-    original, calls = TransformersEngine.score, []
-
-    def score(engine, sequences):
-        calls.append(engine.version)
-        return original(engine, sequences)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TransformersEngine, "score", score)
-        watch, publisher = Watch(), {"probe_every": 2, "every_n_iterations": 2}
-        fit(tmp_path, callbacks=[watch], publisher=publisher, trainer={"max_epochs": 6})
+    engine, watch, publisher = TellingEngine(), Watch(), {"probe_every": 2, "every_n_iterations": 2}
+    fit(tmp_path, callbacks=[watch], engine=engine, publisher=publisher, trainer={"max_epochs": 6})
     assert watch.versions == [[0], [0], [1], [1], [2], [2]]
-    assert calls == [0, 2]
+    probed, plain = ["load_weights", "score", "generate", "generate"], ["load_weights", "generate", "generate"]
+    assert engine.story == ["setup", *probed, *plain, *probed, "close"]
 
 
 @pytest.mark.parametrize("noisy", [False, True])

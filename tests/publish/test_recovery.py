@@ -1,5 +1,6 @@
 """Engines that die: one event, a new engine with verified weights, the same drawn again, and an end to it."""
 
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -14,44 +15,22 @@ from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.engine import EngineDiedError
 from lit_qrl.run.event_log import read_jsonl
 from lit_qrl.strategies import ColocatedStrategy
-from tests.tiny_run import build, fit, parameters_of
+from tests.tiny_run import TellingEngine, build, fit, parameters_of
 
 
-class MortalEngine(TransformersEngine):
+class MortalEngine(TellingEngine):
     """Dies at the given calls of `generate`, `load_weights` or `score`, counted over the whole run from 0."""
 
     def __init__(self, **deaths):
         super().__init__()
-        self.deaths = {name: set(calls) for name, calls in deaths.items()}
-        self.calls = dict.fromkeys(("generate", "load_weights", "score"), 0)
-        self.story = []
+        self.deaths, self.calls = deaths, Counter()
 
-    def _live(self, name):
+    def asked(self, name):
         self.calls[name] += 1
         if self.calls[name] - 1 in self.deaths.get(name, ()):
             self.story.append("died")
             raise EngineDiedError("boom") from MemoryError("out of memory")
-        self.story.append(name)
-
-    def setup(self, *args):
-        self.story.append("setup")
-        super().setup(*args)
-
-    def generate(self, *args, **options):
-        self._live("generate")
-        return super().generate(*args, **options)
-
-    def load_weights(self, tensors, format, version):
-        self._live("load_weights")
-        return super().load_weights(tensors, format, version)
-
-    def score(self, sequences):
-        self._live("score")
-        return super().score(sequences)
-
-    def close(self):
-        self.story.append("close")
-        super().close()
+        super().asked(name)
 
 
 class Rollouts(RLCallback):

@@ -9,50 +9,27 @@ from peft import LoraConfig
 from lit_qrl.callbacks import RLCallback
 from lit_qrl.errors import ConfigError
 from lit_qrl.precision import NVFP4LoRA
-from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.strategies import ColocatedStrategy
-from tests.tiny_run import build, parameters_of
+from tests.tiny_run import TellingEngine, build, parameters_of
 
 
-class SleepyEngine(TransformersEngine):
-    """Tells a story; forgets its weights in a sleep of level 2."""
+class SleepyEngine(TellingEngine):
+    """Forgets its weights in a sleep of level 2."""
 
     def __init__(self, sleep_level=1):
         super().__init__()
-        self.sleep_level = sleep_level
-        self.story, self.asleep, self.complete = [], False, True
+        self.sleep_level, self.asleep, self.holds_weights = sleep_level, False, True
 
-    @property
-    def holds_weights(self):
-        return self.complete
-
-    def _awake(self, name):
-        assert not self.asleep, f"{name} of a sleeping engine"
-        self.story.append(name)
-
-    def load_weights(self, tensors, format, version):
-        self._awake("load_weights")
-        self.complete = True
-        return super().load_weights(tensors, format, version)
-
-    def load_adapter(self, tensors, version):
-        assert self.complete
-        self._awake("load_adapter")
-        return super().load_adapter(tensors, version)
-
-    def score(self, sequences):
-        assert self.complete
-        self._awake("score")
-        return super().score(sequences)
-
-    def generate(self, *args, **options):
-        assert self.complete
-        self._awake("generate")
-        return super().generate(*args, **options)
+    def asked(self, name):
+        if name not in ("setup", "close"):
+            assert not self.asleep, f"{name} of a sleeping engine"
+            self.holds_weights |= name == "load_weights"
+            assert self.holds_weights
+            super().asked(name)
 
     def sleep(self):
         self.story.append("sleep")
-        self.asleep, self.complete = True, self.sleep_level < 2
+        self.asleep, self.holds_weights = True, self.sleep_level < 2
 
     def wake(self):
         if self.asleep:
@@ -125,9 +102,8 @@ def test_an_adapters_base_goes_out_again_where_the_sleep_dropped_it(tmp_path, le
     lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
     options = {"format": "auto", "policy": {"lora": lora}, "trainer": {"plugins": [NVFP4LoRA()], "max_epochs": 3}}
     _, _, engine = colocated(tmp_path, level, **options)
-    loads = [event for event in engine.story if event.startswith("load")]
     first = ["load_weights", "load_adapter"]
-    assert loads == (first * 3 if level == 2 else [*first, "load_adapter", "load_adapter"])
+    assert engine.loads == (first * 3 if level == 2 else [*first, "load_adapter", "load_adapter"])
 
 
 def test_a_kept_sampler_wakes_without_a_publish(tmp_path):

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from lit_qrl.data.environment import MultiTurnTask
 from lit_qrl.loop.turns import Conversations
 from lit_qrl.rollout.vllm.requests import SEED_RANGE, Routed, check_lengths, completion, request_seed
 from lit_qrl.types import SamplingParams
+from tests.loop.test_turns import Echo
 from tests.vllm_engines import COMPLETION_LIMIT, VOCABULARY, prompts, publish, reference_logprobs, tiny_network
 
 
@@ -66,30 +66,6 @@ def test_numbers_of_many_experts_take_two_bytes():
     assert got[:, 0].tolist() == [[255, 0], [32767, 32767]]
 
 
-class Counting(MultiTurnTask):
-    """Three answers to each row; every message is one token."""
-
-    processes = False
-
-    def train_rows(self):
-        return [{}]
-
-    evaluation_rows = train_rows
-
-    def prompt(self, row):
-        return ""
-
-    def start(self, row):
-        return []
-
-    def finish(self, state):
-        return float(len(state))
-
-    def reply(self, state, answer):
-        state.append(answer)
-        return "more" if len(state) < 3 else None
-
-
 @pytest.mark.vllm
 def test_turns_of_many_conversations_interleave_and_are_scored_over_the_whole_sequence(built):
     network = tiny_network()
@@ -99,7 +75,9 @@ def test_turns_of_many_conversations_interleave_and_are_scored_over_the_whole_se
     starts = prompts(count=6, length=20)
     drawn = []
     for _ in range(2):
-        with Conversations(Counting(), [{}] * 6, starts, lambda said: [7], str, COMPLETION_LIMIT, seed=3) as talks:
+        with Conversations(
+            Echo(), [{"says": ["", ""]}] * 6, starts, lambda said: [7], str, COMPLETION_LIMIT, seed=3
+        ) as talks:
             engine.converse(talks, sampling)
         drawn.append(talks.completions())
     first, again = drawn

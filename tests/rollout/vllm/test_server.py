@@ -28,7 +28,7 @@ from lit_qrl.rollout.vllm.installation import versions
 from lit_qrl.rollout.vllm.server import Server
 from lit_qrl.types import SamplingParams
 from tests import served_stand_in
-from tests.rollout.vllm.test_requests import Counting
+from tests.loop.test_turns import Echo
 from tests.vllm_engines import tiny_network
 
 KEY = "between these two"
@@ -355,7 +355,9 @@ def test_turns_are_drawn_by_servers_and_a_death_ends_the_dialogue(served):
     served.publish(engine, 0)
 
     def talked():
-        with Conversations(Counting(), [{}] * 4, [[5], [6, 7], [8], [9]], lambda said: [7], str, 5, seed=3) as talks:
+        with Conversations(
+            Echo(), [{"says": ["", ""]}] * 4, [[5], [6, 7], [8], [9]], lambda said: [7], str, 5, seed=3
+        ) as talks:
             engine.converse(talks)
         return [one.token_ids for one in talks.completions()]
 
