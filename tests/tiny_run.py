@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from torch import nn
 
-from lit_qrl.callbacks import Guard, MismatchMonitor, Report, RLProgress, RunCheckpoint, WeightPublisher
+from lit_qrl.callbacks import Guard, MismatchMonitor, Report, RLCallback, RLProgress, RunCheckpoint, WeightPublisher
 from lit_qrl.data.module import RolloutDataModule
 from lit_qrl.data.task import Task
 from lit_qrl.module import GRPOModule
@@ -196,6 +196,20 @@ def _told(name):
 
 for _name in (*TellingEngine.LOADS, "setup", "generate", "score", "close"):
     setattr(TellingEngine, _name, _told(_name))
+
+
+class Watch(RLCallback):
+    """Keeps of each rollout its tokens and versions, the mismatch, and what `look` says of (module, engine)."""
+
+    def __init__(self, look=None):
+        self.look, self.tokens, self.versions, self.mismatch, self.seen = look, [], [], [], []
+
+    def on_rollout_end(self, trainer, module, batch):
+        self.tokens.append(batch.tokens.clone())
+        self.versions += sorted(set(batch.version.tolist()))
+        self.mismatch.append(float((module.score(batch) - batch.sampler_logprobs)[batch.mask].abs().max()))
+        if self.look is not None:
+            self.seen.append(self.look(module, module.data.engine))
 
 
 class Twin(Callback):

@@ -15,26 +15,11 @@ from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.embedded.loading import Modules
 from lit_qrl.run.event_log import read_jsonl
 from tests.evaluations import Distance
-from tests.tiny_run import TellingEngine, build, fit, model_folder
+from tests.tiny_run import TellingEngine, Watch, build, fit, model_folder
 
 LAYER = "model.layers.0.self_attn.o_proj"
 NORM = "model.layers.0.input_layernorm.weight"
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
-
-
-class Watch(RLCallback):
-    """Keeps per iteration: the version, the mismatch, and what `look` says of (module, engine)."""
-
-    def __init__(self, look=None):
-        self.look = look
-        self.versions, self.mismatch, self.seen = [], [], []
-
-    def on_rollout_end(self, trainer, module, batch):
-        self.versions.append(sorted(set(batch.version.tolist())))
-        learner = module.score(batch)
-        self.mismatch.append(float((learner - batch.sampler_logprobs)[batch.mask].abs().max()))
-        if self.look is not None:
-            self.seen.append(self.look(module, module.data.engine))
 
 
 class Evaluated(RLCallback):
@@ -67,7 +52,7 @@ def lora_options(**publisher):
 def test_every_iteration_gets_its_version(tmp_path):
     watch = Watch()
     fit(tmp_path, callbacks=[watch], trainer={"max_epochs": 3})
-    assert watch.versions == [[0], [1], [2]]
+    assert watch.versions == [0, 1, 2]
     content = json.loads((tmp_path / "run" / "publish.json").read_text())
     assert content["version"] == 0
     assert content["layers"][f"{LAYER}.weight"] == "fp8_row"
@@ -94,7 +79,7 @@ def test_an_evaluation_publishes_the_clean_weights_without_a_version(tmp_path):
     fit(tmp_path, callbacks=[watch, held, AQNNoise(start=0.5, end=0.5, num_stages=2)], trainer=options)
     assert held.seen == [(True, -1), (True, 0), (True, 1), (True, 2)]
     # What an evaluation left in the engine is never drawn from: the next rollout has the sampler's own format.
-    assert watch.versions == [[0], [1], [2]]
+    assert watch.versions == [0, 1, 2]
 
 
 def distance_of_an_evaluation(folder, plugin, format="auto", **publisher):
@@ -130,7 +115,7 @@ def test_a_second_stage_of_the_same_trainer_gets_an_engine_of_its_own(tmp_path):
     watch = Watch()
     trainer.callbacks.insert(0, watch)
     trainer.fit(module, datamodule=data)
-    assert watch.versions == [[1]]
+    assert watch.versions == [1]
 
 
 # ------------------------------------------------------------------------------------------------ precision plugins
@@ -268,7 +253,7 @@ def test_one_retry_where_asked_for(tmp_path, monkeypatch):
     inject(monkeypatch, "different", times=1)
     watch = Watch()
     fit(tmp_path, callbacks=[watch], publisher={"on_fault": "retry"})
-    assert watch.versions == [[0], [1]]
+    assert watch.versions == [0, 1]
     kinds = [event["kind"] for event in read_events(tmp_path / "run")]
     assert kinds.count("publish_fault") == 1
 
@@ -295,7 +280,7 @@ def test_what_is_garbled_beside_an_unchanged_base_is_named(tmp_path, monkeypatch
 def test_a_sampler_may_stay_for_several_iterations_and_every_nth_publish_is_probed(tmp_path):
     engine, watch, publisher = TellingEngine(), Watch(), {"probe_every": 2, "every_n_iterations": 2}
     fit(tmp_path, callbacks=[watch], engine=engine, publisher=publisher, trainer={"max_epochs": 6})
-    assert watch.versions == [[0], [0], [1], [1], [2], [2]]
+    assert watch.versions == [0, 0, 1, 1, 2, 2]
     probed, plain = ["load_weights", "score", "generate", "generate"], ["load_weights", "generate", "generate"]
     assert engine.story == ["setup", *probed, *plain, *probed, "close"]
 

@@ -15,7 +15,7 @@ from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.engine import EngineDiedError
 from lit_qrl.run.event_log import read_jsonl
 from lit_qrl.strategies import ColocatedStrategy
-from tests.tiny_run import TellingEngine, build, fit, parameters_of
+from tests.tiny_run import TellingEngine, Watch, build, fit, parameters_of
 
 
 class MortalEngine(TellingEngine):
@@ -33,18 +33,9 @@ class MortalEngine(TellingEngine):
         super().asked(name)
 
 
-class Rollouts(RLCallback):
-    def __init__(self):
-        self.tokens, self.versions = [], []
-
-    def on_rollout_end(self, trainer, module, batch):
-        self.tokens.append(batch.tokens.clone())
-        self.versions += sorted(set(batch.version.tolist()))
-
-
 def mortal(folder, deaths=None, epochs=3, publisher=None, **options):
     """Run with an engine of these deaths; return (module, engine, rollouts, run)."""
-    rollouts, every = Rollouts(), options.pop("checkpoint_every", 1)
+    rollouts, every = Watch(), options.pop("checkpoint_every", 1)
     trainer, module, data = build(
         folder,
         callbacks=[rollouts, *options.pop("callbacks", [])],
@@ -276,7 +267,7 @@ NO_SLEEP = EngineDiedError("vLLM did not sleep")
 def slept(folder, engine, epochs=4, **options):
     """Run with an engine that takes turns with the learner; return the weights and the versions of the rollouts."""
     trainer = {"max_epochs": epochs, "strategy": ColocatedStrategy()}
-    _, module, _ = fit(folder, engine=engine, callbacks=[rollouts := Rollouts()], trainer=trainer, **options)
+    _, module, _ = fit(folder, engine=engine, callbacks=[rollouts := Watch()], trainer=trainer, **options)
     return parameters_of(module), rollouts.versions
 
 

@@ -14,24 +14,12 @@ from lit_qrl.run.event_log import read_jsonl
 from tests import vllm_cpu_shim
 from tests.evaluations import Distance
 from tests.tables import csv_rows
-from tests.tiny_run import build, model_folder, parameters_of
+from tests.tiny_run import Watch, build, model_folder, parameters_of
 
 pytestmark = pytest.mark.vllm
 
 ROOT = Path(__file__).parent.parent.parent
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
-
-
-class Watch(RLCallback):
-    """Keeps per iteration: tokens, version, and the largest mismatch."""
-
-    def __init__(self):
-        self.tokens, self.versions, self.mismatch = [], [], []
-
-    def on_rollout_end(self, trainer, module, batch):
-        self.tokens.append(batch.tokens.clone())
-        self.versions += sorted(set(batch.version.tolist()))
-        self.mismatch.append(float((module.score(batch) - batch.sampler_logprobs)[batch.mask].abs().max()))
 
 
 def build_run(folder, engine=None, callbacks=(), **options):
