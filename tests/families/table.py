@@ -129,10 +129,7 @@ def fitted(family: Family, folder: Path, format: str = "auto", lora: bool = Fals
 def quantized(family: Family, folder: Path, format: str) -> Cell:
     """Make a folder in a weight-only format; its codes are those of a publish."""
     source = Path(model_folder(family, folder / "model"))
-    try:
-        report = quantize_checkpoint(source, folder / format, formats.get(format))
-    except ConfigError as error:
-        return Cell("refused", str(error))
+    report = quantize_checkpoint(source, folder / format, formats.get(format))
     return Cell("works", quantized=getattr(report, "quantized_share", None))
 
 
@@ -156,11 +153,8 @@ def _reloaded(folder: Path, format: str | None) -> Cell:
     from lit_qrl.cli.export import locate, restore
 
     output = folder / f"exported-{format}"
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            export(folder / "run", output=output, format=format)
-    except ConfigError as error:
-        return Cell("refused", str(error))
+    with contextlib.redirect_stdout(io.StringIO()):
+        export(folder / "run", output=output, format=format)
     loaded = _read(output, format)
     half = loaded.dtype == torch.bfloat16
     policy = restore(*locate(folder / "run", "last"))
@@ -196,19 +190,9 @@ def audited(family: Family, folder: Path, chosen: tuple[str, ...] = FORMATS[1:])
     """Audit all formats at once."""
     (folder / "prompts.jsonl").write_text("".join(json.dumps({"question": f"{i}+1="}) + "\n" for i in range(4)))
     source = model_folder(family, folder / "model")
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            audit(
-                model=source,
-                prompts=str(folder / "prompts.jsonl"),
-                chat=False,
-                formats=chosen,
-                samples=2,
-                completions=2,
-                max_tokens=8,
-            )
-    except ConfigError as error:
-        return Cell("refused", str(error))
+    prompts, sizes = str(folder / "prompts.jsonl"), {"samples": 2, "completions": 2, "max_tokens": 8}
+    with contextlib.redirect_stdout(io.StringIO()):
+        audit(model=source, prompts=prompts, chat=False, formats=chosen, **sizes)
     return Cell("works")
 
 
@@ -221,12 +205,7 @@ def commanded(family: Family, folder: Path) -> Cell:
     sizes |= {"trainer.default_root_dir": folder / "run", "trainer.check_val_every_n_epoch": 1}
     given = [*settings(family), *(part for key, value in sizes.items() for part in (f"--{key}", str(value)))]
     config = str(ROOT / "configs" / "quickstart.yaml")
-    try:
-        run_training(
-            ["fit", "--config", config, "--model.policy.model", model_folder(family, folder / "model"), *given]
-        )
-    except ConfigError as error:
-        return Cell("refused", str(error))
+    run_training(["fit", "--config", config, "--model.policy.model", model_folder(family, folder / "model"), *given])
     return Cell("works")
 
 
@@ -234,6 +213,8 @@ def cell(measure: Callable[[], Cell]) -> Cell:
     """Return a cell; any error that is no refusal is a failure."""
     try:
         return measure()
+    except ConfigError as error:
+        return Cell("refused", str(error))
     except Exception as error:
         return Cell("failed", f"{type(error).__name__}: {' '.join(str(error).split())[:400]}")
 

@@ -101,7 +101,7 @@ def test_what_stays_behind_and_what_is_exchanged_is_named(family, format, monkey
             assert publish(network, engine, 7 + reload)[0] == []
         engine.live.learns_routes = True
         assert publish(network, engine, 9)[0] == []
-        mean, _, rounding = disagreement(network, engine)
+        mean, rounding = disagreement(network, engine)
         assert mean <= allowed(engine, format, rounding)
         if latent:
             assert engine.live.routes is not None

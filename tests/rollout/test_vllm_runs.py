@@ -39,10 +39,6 @@ def events(folder, kind):
     return [event for event in read_jsonl(folder / "run" / "events.jsonl") if event["kind"] == kind]
 
 
-def table(folder):
-    return csv_rows(folder / "metrics.csv")
-
-
 class Truncated(RLCallback):
     """Keeps the largest |log-ratio| of each rollout over the kept tokens and over the whole vocabulary."""
 
@@ -141,7 +137,7 @@ def test_the_quickstart_runs_with_vllm(tmp_path, monkeypatch):
         "trainer.enable_progress_bar": "false",
     }
     main([*arguments, *(part for name, value in options.items() for part in (f"--{name}", str(value)))])
-    rows = [row for row in table(tmp_path) if row.get("reward/mean")]
+    rows = [row for row in csv_rows(tmp_path / "metrics.csv") if row.get("reward/mean")]
     assert len(rows) == 3
     for version, row in enumerate(rows):
         assert float(row["publish/version"]) == version

@@ -1,7 +1,8 @@
+import pytest
 import torch
 
 from lit_qrl.network.structure import cached, cached_numbers
-from lit_qrl.rollout.embedded.cache import SlotCache
+from lit_qrl.rollout.embedded.cache import HeldRow, SlotCache
 from tests.networks import build_network
 
 
@@ -27,6 +28,13 @@ def test_bytes_per_token_are_those_of_the_cache():
         network.base_model(input_ids=torch.tensor([[3, 4, 5]]), **cached(network, cache))
     held = sum(tensor.nbytes for layer in cache.slots for tensor in (layer.keys, layer.values))
     assert held == 10 * cached_numbers(network.config) * torch.float32.itemsize
+
+
+@pytest.mark.parametrize(
+    "sequence, shared", [([7, 8, 9, 4], 3), ([7, 8, 9], 2), ([7, 3, 9, 4], 1), ([1, 2], 0), ([7, 8, 9, 4, 5], 3)]
+)
+def test_the_last_token_of_a_sequence_is_never_among_the_shared(sequence, shared):
+    assert HeldRow(SlotCache(1, 1, 4), 0, 0, [7, 8, 9]).shared(sequence) == shared
 
 
 def test_under_autocast_keys_and_values_are_in_its_dtype():

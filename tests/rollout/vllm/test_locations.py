@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from lit_qrl.receipts.checksum import slices
-from lit_qrl.rollout.vllm import locations
 from lit_qrl.rollout.vllm.locations import ExpertPlace, Place, copy_all, loaded_format, whole_experts
 from tests.operations import counted
 
@@ -92,24 +91,6 @@ def test_a_part_of_several_widths_has_the_rows_of_all_of_them():
     assert torch.equal(first.cut(weight, (7, 2)), weight[:7])
     assert torch.equal(second.cut(weight, (1, 2)), weight[7:])
     assert (first.span(8), second.span(8)) == ((0, 7), (7, 8))
-
-
-@pytest.mark.parametrize(
-    ("sent", "held", "narrowed"),
-    [
-        (torch.bfloat16, torch.float32, True),
-        (torch.float16, torch.float32, True),
-        (torch.float32, torch.bfloat16, False),
-        (torch.float16, torch.bfloat16, False),
-        (torch.bfloat16, torch.bfloat16, False),
-    ],
-)
-def test_only_what_a_wider_dtype_holds_exactly_is_narrowed(sent, held, narrowed):
-    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(sent) if sent.itemsize == 2 else torch.randn(64)
-    tensor = every[every.isfinite()].to(held)
-    got = locations.narrowed(tensor, sent)
-    assert got.dtype == (sent if narrowed else held)
-    assert torch.equal(got.to(held), tensor)
 
 
 def test_whole_stacks_are_copied_at_once_and_single_tensors_where_they_belong():

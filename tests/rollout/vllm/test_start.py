@@ -12,11 +12,14 @@ from lit_qrl.rollout.engine import EngineDiedError
 from lit_qrl.rollout.vllm import process as vllm_start
 from tests.vllm_engines import build_engine, disagreement, publish, tiny_network
 
+WORKER = "vllm.v1.worker"
+RUNNER = f"{WORKER}.gpu_model_runner.GPUModelRunner.initialize_kv_cache"
+GROUPS = "ensure_model_parallel_initialized"
 WHERE = {
-    "before any process group": ("vllm.v1.worker.cpu_worker", "CPUWorker.init_device"),
-    "between two process groups": ("vllm.distributed.parallel_state", "ensure_model_parallel_initialized"),
-    "while the model is made": ("vllm.model_executor.model_loader.dummy_loader", "DummyModelLoader.load_weights"),
-    "while the cache is made": ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.initialize_kv_cache"),
+    "before any process group": [f"{WORKER}.cpu_worker.CPUWorker.init_device"],
+    "between two process groups": [f"vllm.distributed.parallel_state.{GROUPS}", f"{WORKER}.gpu_worker.{GROUPS}"],
+    "while the model is made": ["vllm.model_executor.model_loader.dummy_loader.DummyModelLoader.load_weights"],
+    "while the cache is made": [RUNNER],
 }
 
 
@@ -54,14 +57,12 @@ def failing(held):
 @pytest.mark.parametrize("where", WHERE)
 def test_a_failed_start_leaves_the_process_as_it_was(where, monkeypatch, tmp_path, built):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # other processes have folders in the usual one
-    module, name = WHERE[where]
-    network, held = tiny_network(), []
+    network, held, places = tiny_network(), [], WHERE[where]
     engine = built(network)
     before, generator = state(), torch.get_rng_state()
     with monkeypatch.context() as patch:
-        patch.setattr(f"{module}.{name}", failing(held))
-        if name == "ensure_model_parallel_initialized":
-            patch.setattr(f"vllm.v1.worker.gpu_worker.{name}", failing(held))
+        for place in places:
+            patch.setattr(place, failing(held))
         with pytest.raises(RuntimeError, match="it cannot start"):
             publish(network, engine, None, 0)
     assert state() == before
@@ -72,9 +73,8 @@ def test_a_failed_start_leaves_the_process_as_it_was(where, monkeypatch, tmp_pat
     assert disagreement(network, engine) < 1e-4
     engine.close()
     with monkeypatch.context() as patch:  # an engine that once ran died when it does not start again
-        patch.setattr(f"{module}.{name}", failing(held))
-        if name == "ensure_model_parallel_initialized":
-            patch.setattr(f"vllm.v1.worker.gpu_worker.{name}", failing(held))
+        for place in places:
+            patch.setattr(place, failing(held))
         with pytest.raises(EngineDiedError, match="did not start again: RuntimeError: it cannot start"):
             publish(network, engine, None, 2)
 
@@ -86,7 +86,7 @@ def test_a_group_that_was_there_before_stays(monkeypatch, tmp_path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         with monkeypatch.context() as patch:
-            patch.setattr("vllm.v1.worker.gpu_model_runner.GPUModelRunner.initialize_kv_cache", failing([]))
+            patch.setattr(RUNNER, failing([]))
             with pytest.raises(RuntimeError, match="it cannot start"):
                 publish(network, engine, None, 0)
         assert torch.distributed.is_initialized()
@@ -106,7 +106,7 @@ def test_an_engine_that_runs_is_left_alone(monkeypatch, built):
     publish(network, first, None, 0)
     groups = sorted(vllm_start._groups())
     with monkeypatch.context() as patch:
-        patch.setattr("vllm.v1.worker.gpu_model_runner.GPUModelRunner.initialize_kv_cache", failing([]))
+        patch.setattr(RUNNER, failing([]))
         with pytest.raises(RuntimeError, match="it cannot start"):
             publish(network, second, None, 0)
     assert sorted(vllm_start._groups()) == groups
