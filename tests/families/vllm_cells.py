@@ -12,11 +12,11 @@ import torch
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.network.adapters import merged_weights
-from lit_qrl.network.linears import check_quantizable, quantizable_linears
-from lit_qrl.network.stream import weight_stream
-from lit_qrl.receipts.ledger import PublishError, SentLedger, compare, compare_columns, compare_receipts, read_receipts
+from lit_qrl.network.linears import check_quantizable
+from lit_qrl.receipts.ledger import PublishError
 from lit_qrl.rollout.vllm.installation import RUN_WITH, installed_version
 from lit_qrl.types import SamplingParams
+from tests import vllm_engines
 from tests.families.configs import Family, random_network, sized
 from tests.networks import WORDS
 from tests.vllm_engines import reference_logprobs, sampler_format
@@ -74,8 +74,7 @@ def start(network: Any, format: Any, **options: Any) -> Any:
 
 def stream(network: Any, engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Return what a publish sends: every tensor of the learner in the engine's format and dtype."""
-    layers = list(quantizable_linears(network))
-    return engine.arranged(weight_stream(merged_weights(network), engine.spec.format, layers, engine.plain_dtype))
+    return engine.arranged(vllm_engines.checkpoint(network, engine, engine.spec.format))
 
 
 def dtype_of(family: Family) -> str:
@@ -85,13 +84,7 @@ def dtype_of(family: Family) -> str:
 
 def publish(network: Any, engine: Any, version: int, previous: Any = None, wire: Any = lambda stream: stream) -> Any:
     """Publish all weights and buffers and look into every layer; return the faults, what was sent, and the report."""
-    format, layers = engine.spec.format, quantizable_linears(network)
-    sent = SentLedger(version, format, {name: (one.out_features, one.in_features) for name, one in layers.items()})
-    report = engine.load_weights(wire(sent.watch(stream(network, engine))), format, version)
-    faults = compare(sent, report.received, previous)
-    faults += compare_columns(sent, engine.read_columns, exact=format is None)
-    faults += compare_receipts(sent, read_receipts(engine.read_back, list(sent.receipts())))
-    return faults, sent, report
+    return vllm_engines.publish(network, engine, engine.spec.format, version, previous, wire, everywhere=True)
 
 
 def disagreement(network: Any, engine: Any) -> tuple[float, float]:

@@ -15,6 +15,7 @@ from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.embedded.loading import Modules
 from lit_qrl.run.event_log import read_jsonl
 from tests.evaluations import Distance
+from tests.tables import csv_rows
 from tests.tiny_run import TellingEngine, Watch, build, fit, model_folder
 
 LAYER = "model.layers.0.self_attn.o_proj"
@@ -36,6 +37,11 @@ def read_events(folder):
     return read_jsonl(folder / "events.jsonl")
 
 
+def column(folder, name):
+    """The numbers of a metric, by iteration, where there are any."""
+    return [float(row[name]) for row in csv_rows(folder / "run" / "metrics.csv") if row.get(name)]
+
+
 def lora_options(**publisher):
     return {
         "policy": {"lora": LoraConfig(**LORA)},
@@ -44,9 +50,6 @@ def lora_options(**publisher):
         "trainer": {"plugins": [NVFP4LoRA()], "max_epochs": 3},
         "lr": 1e-2,
     }
-
-
-# ------------------------------------------------------------------------------------------------------- versions
 
 
 def test_every_iteration_gets_its_version(tmp_path):
@@ -118,9 +121,6 @@ def test_a_second_stage_of_the_same_trainer_gets_an_engine_of_its_own(tmp_path):
     assert watch.versions == [1]
 
 
-# ------------------------------------------------------------------------------------------------ precision plugins
-
-
 def test_which_layers_are_quantized_is_said_in_one_place(tmp_path):
     options = {"format": "auto", "trainer": {"plugins": [QATAligned("fp8_row", exclude=["*.o_proj"])]}}
     trainer, module, data = build(tmp_path, publisher={"exclude": ["*.down_proj"]}, **options)
@@ -131,9 +131,6 @@ def test_which_layers_are_quantized_is_said_in_one_place(tmp_path):
     _, _, data = fit(tmp_path, callbacks=[watch], **options)
     assert watch.seen == [torch.float32] * 2
     assert data.engine.spec.exclude == ("*.o_proj",)
-
-
-# ------------------------------------------------------------------------------------------------------------ LoRA
 
 
 def test_a_packed_base_goes_out_once_and_then_its_adapter(tmp_path):
@@ -167,36 +164,25 @@ def test_norms_are_perturbed_over_an_unchanged_base_and_come_back_clean(tmp_path
 
 @pytest.mark.parametrize("lora", ["merged", "adapter"])
 def test_an_adapter_over_a_plain_base(tmp_path, lora):
-    engine, watch, lost = TellingEngine(), Watch(), []
-
-    class Lost(RLCallback):
-        def on_train_epoch_end(self, trainer, pl_module):
-            lost.append(pl_module.iteration.row.get("publish/merge_lost"))
-
-    options = {"policy": {"lora": LoraConfig(**LORA)}, "publisher": {"lora": lora, "probe_every": 1}, "lr": 1e-2}
-    fit(tmp_path, callbacks=[watch, Lost()], engine=engine, format="auto", trainer={"max_epochs": 3}, **options)
-    if lora == "merged":  # from the second on there is an update to lose, of which fp32 loses little
-        assert all(0 < float(one) < 1e-3 for one in lost[1:])
-    else:
-        assert lost == [None] * 3
-    expected = ["load_weights"] * 3 if lora == "merged" else ["load_weights"] + ["load_adapter"] * 3
-    assert engine.loads == expected
+    engine, watch = TellingEngine(), Watch()
+    options = {"policy": {"lora": LoraConfig(**LORA)}, "format": "auto", "trainer": {"max_epochs": 3}, "lr": 1e-2}
+    fit(tmp_path, callbacks=[watch], engine=engine, publisher={"lora": lora, "probe_every": 1}, **options)
+    lost = column(tmp_path, "publish/merge_lost")
     assert max(watch.mismatch) < 1e-4
-    if lora == "merged":  # without probes it is told once, of the first update
-        lost.clear()
-        options["publisher"] = {"lora": lora, "probe_every": 0}
-        fit(tmp_path / "again", callbacks=[Lost()], format="auto", trainer={"max_epochs": 3}, **options)
-        assert [one is None for one in lost] == [True, False, True]
-        assert 0 < float(lost[1]) < 1e-3
+    if lora == "adapter":
+        assert (engine.loads, lost) == (["load_weights"] + ["load_adapter"] * 3, [])
+        return
+    assert engine.loads == ["load_weights"] * 3
+    assert all(0 < one < 1e-3 for one in lost[-2:])  # then there is an update to lose, of which fp32 loses little
+    fit(tmp_path / "again", publisher={"lora": lora, "probe_every": 0}, **options)
+    (first,) = column(tmp_path / "again", "publish/merge_lost")  # without probes it is told once, of the first update
+    assert 0 < first < 1e-3
 
 
 def test_the_base_goes_out_again_when_an_evaluation_displaced_it(tmp_path):
     options = {"policy": {"lora": LoraConfig(**LORA)}, "publisher": {"lora": "adapter"}, "format": "auto"}
     fit(tmp_path, engine=(engine := TellingEngine()), trainer={"max_epochs": 1, "limit_val_batches": 1}, **options)
     assert engine.loads == ["load_weights", "load_weights", "load_adapter", "load_weights"]
-
-
-# ---------------------------------------------------------------------------------------------------------- faults
 
 
 def skip(modules, name, tensor, original):
@@ -274,9 +260,6 @@ def test_what_is_garbled_beside_an_unchanged_base_is_named(tmp_path, monkeypatch
         trainer.fit(module, datamodule=data)
 
 
-# ----------------------------------------------------------------------------------------------------------- probe
-
-
 def test_a_sampler_may_stay_for_several_iterations_and_every_nth_publish_is_probed(tmp_path):
     engine, watch, publisher = TellingEngine(), Watch(), {"probe_every": 2, "every_n_iterations": 2}
     fit(tmp_path, callbacks=[watch], engine=engine, publisher=publisher, trainer={"max_epochs": 6})
@@ -301,27 +284,13 @@ def test_the_probe_of_a_healthy_engine_passes_within_rounding(tmp_path, setting,
     assert publisher.publisher.baseline < 1e-4
 
 
-# ------------------------------------------------------------------------------------------------------------ head
-
-
 def test_a_quantized_head_is_sampled_from_probed_and_put_back_for_evaluations(tmp_path):
     model_folder(tmp_path / "model", tie_word_embeddings=False)
-    held, probes = [], []
-
-    class Look(RLCallback):
-        def on_rollout_end(self, trainer, module, batch):
-            held.append(module.data.engine.read_back("lm_head.weight").dtype)
-
-        def on_validation_end(self, trainer, pl_module):
-            held.append(pl_module.data.engine.read_back("lm_head.weight").dtype)
-
-        def on_train_epoch_end(self, trainer, pl_module):
-            probes.append(float(pl_module.iteration.row["publish/probe_mean"]))
-
+    watch, held = (kind(lambda module, engine: engine.read_back("lm_head.weight").dtype) for kind in (Watch, Evaluated))
     settings = {"publisher": {"quantize_head": True, "probe_every": 1}}
-    fit(tmp_path, callbacks=[Look()], trainer={"max_epochs": 2, "limit_val_batches": 1}, **settings)
-    assert held == [torch.float32, torch.float8_e4m3fn, torch.float32, torch.float8_e4m3fn, torch.float32]
-    assert max(probes) < 1e-4
+    fit(tmp_path, callbacks=[watch, held], trainer={"max_epochs": 2, "limit_val_batches": 1}, **settings)
+    assert (watch.seen, held.seen) == ([torch.float8_e4m3fn] * 2, [torch.float32] * 3)
+    assert max(column(tmp_path, "publish/probe_mean")) < 1e-4
     layers = json.loads((tmp_path / "run" / "publish.json").read_text())["layers"]
     assert layers["lm_head.weight"] == "fp8_row"
     assert layers["model.embed_tokens.weight"] == "fp32"

@@ -208,9 +208,6 @@ def test_a_publish_is_repeated_to_a_new_engine_and_after_a_fault_where_asked(tmp
     assert logged == [["missing"], ["missing"], ["missing"], [], []]
 
 
-# --------------------------------------------------------------------------------------------------------- memory
-
-
 def test_memory_that_runs_out_in_the_first_publish_is_a_run_that_does_not_fit(tmp_path, monkeypatch):
     from lit_qrl.formats.fp8_row import FP8Row
 
@@ -233,32 +230,25 @@ def test_memory_that_runs_out_in_the_first_publish_is_a_run_that_does_not_fit(tm
         assert not (folder / "run" / "checkpoints" / "last.ckpt").exists()
 
 
-class Sleeper(TransformersEngine):
+class Sleeper(TellingEngine):
     """An engine that sleeps, and fails to at the given times."""
 
-    sleep_level = 1
-    holds_weights = True
+    sleep_level, holds_weights = 1, True
 
     def __init__(self, error, fails=(), wakes_fail=()):
         super().__init__()
-        self.error, self.fails, self.slept, self.closed = error, set(fails), 0, 0
-        self.wakes_fail, self.woken = set(wakes_fail), 0
+        self.error, self.fails, self.wakes_fail = error, fails, wakes_fail
 
     def sleep(self):
-        if self._modules is None:  # closed
-            return
-        self.slept += 1
-        if self.slept - 1 in self.fails:
-            raise self.error
+        if self._modules is not None:  # else it is closed
+            self.asked("sleep")
+            if self.story.count("sleep") - 1 in self.fails:
+                raise self.error
 
     def wake(self):
-        self.woken += 1
-        if self.woken - 1 in self.wakes_fail:
+        self.asked("wake")
+        if self.story.count("wake") - 1 in self.wakes_fail:
             raise EngineDiedError("vLLM did not wake")
-
-    def close(self):
-        self.closed += 1
-        super().close()
 
 
 NO_SLEEP = EngineDiedError("vLLM did not sleep")
@@ -275,7 +265,7 @@ def test_an_engine_that_does_not_fall_asleep_is_built_again(tmp_path):
     well, ill = Sleeper(NO_SLEEP), Sleeper(NO_SLEEP, [1])
     (weights, versions), (others, same) = slept(tmp_path / "well", well), slept(tmp_path / "ill", ill)
     assert versions == same == [0, 1, 2, 3]
-    assert (well.closed, ill.closed) == (1, 2)
+    assert (well.story.count("close"), ill.story.count("close")) == (1, 2)
     assert torch.equal(weights, others)
 
 
@@ -283,7 +273,7 @@ def test_an_engine_that_never_falls_asleep_ends_the_run(tmp_path):
     engine = Sleeper(NO_SLEEP, range(99))
     with pytest.raises(StoppedError, match=r"did not sleep \(2 restarts did not help\)"):
         slept(tmp_path, engine, 9)
-    assert engine.slept < 9
+    assert engine.story.count("sleep") < 9
 
 
 def test_memory_that_runs_out_in_a_sleep_ends_the_run(tmp_path):
@@ -296,4 +286,4 @@ def test_an_engine_that_dies_waking_without_a_publish_is_built_again(tmp_path):
     engine = Sleeper(NO_SLEEP, wakes_fail=[1])
     _, versions = slept(tmp_path, engine, publisher={"every_n_iterations": 2})
     assert versions == [0, 1, 2, 2]  # the weights of the first cannot be had back
-    assert engine.closed == 2
+    assert engine.story.count("close") == 2

@@ -87,9 +87,6 @@ def test_an_evaluation_under_an_aligned_plugin_is_of_the_quantized_policy(tmp_pa
     assert max(distance.seen) < 1e-3
 
 
-# ---------------------------------------------------------------------------------------------------- deaths and faults
-
-
 def test_an_engine_that_dies_twice_is_built_again_and_the_run_is_the_same(tmp_path, monkeypatch):
     """Once by an error of vLLM's, once by a step that never returns."""
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -120,9 +117,6 @@ def test_an_engine_that_dies_twice_is_built_again_and_the_run_is_the_same(tmp_pa
     assert len(messages) == 2
     assert "MemoryError: out of memory (restart 1 of 2)" in messages[0]
     assert "one step took longer than 20 s (restart 1 of 2)" in messages[1]
-
-
-# ------------------------------------------------------------------------------------------------------- the quickstart
 
 
 def test_the_quickstart_runs_with_vllm(tmp_path, monkeypatch):

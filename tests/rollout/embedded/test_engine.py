@@ -6,10 +6,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lit_qrl import formats
 from lit_qrl.errors import ConfigError
-from lit_qrl.network.adapters import merged_weights
-from lit_qrl.network.linears import quantizable_linears
 from lit_qrl.network.routing import Routing, differing
-from lit_qrl.network.stream import weight_stream
 from lit_qrl.network.structure import computed_buffers
 from lit_qrl.receipts.ledger import Constants, Fault
 from lit_qrl.rollout.embedded.engine import TransformersEngine
@@ -18,6 +15,7 @@ from lit_qrl.rollout.engine import SamplerSpec
 from lit_qrl.types import SamplingParams
 from tests.networks import build_network
 from tests.routes import build_mixture
+from tests.vllm_engines import weights_of
 
 PROMPTS = [[5, 6, 7, 8, 9], [4], [3, 3, 12], [10, 11]]
 EOS = 1
@@ -28,8 +26,7 @@ def policy_of(network):
 
 
 def publish(engine, network, format=None, version=0, change=lambda stream: stream):
-    layers = quantizable_linears(network) if format is not None else ()
-    return engine.load_weights(change(weight_stream(merged_weights(network), format, layers)), format, version)
+    return engine.load_weights(change(weights_of(network, format)), format, version)
 
 
 def engine_of(network, format=None, sampling=None, spec=(), **options):
@@ -178,9 +175,6 @@ def test_bf16_engine(network):
     assert next(network.parameters()).dtype == torch.float32
 
 
-# ------------------------------------------------------------------------------------------------------------- weights
-
-
 def perturbed(network, scale, seed):
     torch.manual_seed(seed)
     with torch.no_grad():
@@ -283,9 +277,6 @@ def test_faulty_streams_are_named_and_leave_the_engine_unusable(network, change,
     assert engine.generate(PROMPTS, 1, seed=0)[0].version == 2
 
 
-# ----------------------------------------------------------------------------------------------------------- bad input
-
-
 def test_calls_out_of_order(network):
     engine = TransformersEngine()
     with pytest.raises(RuntimeError, match="setup"):
@@ -308,9 +299,6 @@ def test_prompts_and_settings_that_cannot_be_answered(network):
         TransformersEngine(cache_gigabytes=0)
     with pytest.raises(ConfigError, match="top_p"):  # before any weight
         TransformersEngine().validate(SamplerSpec(sampling=SamplingParams(top_p=2.0)))
-
-
-# ----------------------------------------------------------------------------------------------------------------- GPU
 
 
 @pytest.mark.gpu
@@ -401,9 +389,6 @@ def test_rows_that_have_ended_are_handed_out_while_others_go_on(max_batch, in_sl
     assert len(handed) > (2 if in_slots else 4)  # slots are looked at every few steps
 
 
-# ------------------------------------------------------------------------------------------- the learner's autocast
-
-
 MIXED = {"compute_dtype": torch.bfloat16}
 
 
@@ -441,8 +426,7 @@ def test_rollouts_are_drawn_in_the_learners_autocast(network, cuda_graphs):
 def test_a_chosen_dtype_holds_whatever_the_caller_is_under(network, format, options, changes):
     engine = TransformersEngine(**options)
     engine.setup(SamplerSpec(sampling=SamplingParams(max_tokens=8), **changes), policy_of(network))
-    dtype = None if format is None else format.dtype
-    engine.load_weights(weight_stream(merged_weights(network), format, (), dtype), format, 0)
+    publish(engine, network, format)
     expected = engine.generate(PROMPTS, 2, seed=0)
     with torch.autocast("cpu", torch.bfloat16 if format is None else torch.float16):
         assert engine.generate(PROMPTS, 2, seed=0) == expected

@@ -1,5 +1,3 @@
-from types import SimpleNamespace
-
 import pytest
 import torch
 from transformers import LlamaConfig
@@ -7,12 +5,12 @@ from transformers import LlamaConfig
 from lit_qrl import formats
 from lit_qrl.network.adapters import merged_weights
 from lit_qrl.network.quantized_linear import QuantizedLinear
-from lit_qrl.precision.source import WeightSource, unchanged
 from lit_qrl.receipts.ledger import RefusedError
 from lit_qrl.rollout.embedded.loading import Loader, Modules, skeleton
 from tests.families.configs import BY_TYPE, random_network
 from tests.networks import build_network
 from tests.stacked_experts import rounded
+from tests.vllm_engines import weights_of
 
 CPU = torch.device("cpu")
 
@@ -55,11 +53,6 @@ def test_a_layer_changes_between_plain_and_quantized_and_keeps_its_bias():
     torch.testing.assert_close(layer(x), x @ weight.T + bias)
 
 
-def stream_of(network, format):
-    source = WeightSource(SimpleNamespace(network=network, named_weights=lambda: merged_weights(network)), format)
-    return source.whole(unchanged, None)
-
-
 def loaded(network, format, stream, version=0, modules=None):
     modules = modules or Modules(skeleton(network, CPU), CPU)
     Loader(modules, format, version, None, (), share=False, cache=True).load(stream)
@@ -72,7 +65,7 @@ def test_experts_change_between_formats_and_plain(kind):
     modules = loaded(network, None, merged_weights(network))
     for version, name in enumerate(("fp8_row", None, "nvfp4", "int4_group", None), 1):
         format = None if name is None else formats.get(name)
-        loaded(network, format, stream_of(network, format), version, modules)
+        loaded(network, format, weights_of(network, format), version, modules)
         with torch.no_grad():
             got = modules.network(ids).logits
             if name in ("nvfp4", "int4_group"):
@@ -84,6 +77,6 @@ def test_experts_change_between_formats_and_plain(kind):
 
 def test_an_expert_that_is_missing_is_named():
     network, format = random_network(BY_TYPE["qwen3_moe"]), formats.get("fp8_row")
-    stream = (one for one in stream_of(network, format) if "experts.2.down_proj" not in one[0])
+    stream = (one for one in weights_of(network, format) if "experts.2.down_proj" not in one[0])
     with pytest.raises(RefusedError, match=r"2 of 45 tensors are missing.*layers.0.mlp.experts.2.down_proj.weight"):
         loaded(network, format, stream)

@@ -106,9 +106,6 @@ def test_other_models_follow_too(name, built):
         optimizer_step(network, seed=version, learning_rate=0.03)
 
 
-# ---------------------------------------------------------------------------------------------------------- adapters
-
-
 @pytest.mark.parametrize("name", ["plain", "int4_group", "fp8_row"])
 def test_adapter_follows_over_an_unchanged_base(name, built):
     layers = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -139,9 +136,6 @@ def test_adapter_follows_over_an_unchanged_base(name, built):
     optimizer_step(base, learning_rate=0.02)
     assert publish(base, engine, format, 4)[0] == []  # merged weights: the adapter is off
     assert disagreement(base, engine, format) < 2 * BOUNDS[name]
-
-
-# ------------------------------------------------------------------------------------------------------- one engine
 
 
 @pytest.fixture(scope="module")
