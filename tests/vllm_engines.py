@@ -119,7 +119,7 @@ def one_step_behind(network, engine, format):
         optimizer_step(network, seed=version)
         version += 1
         return SimpleNamespace(
-            network=network, engine=engine, format=format, version=version, old=old, previous=sent.receipts(), shares=[]
+            network=network, engine=engine, format=format, version=version, old=old, previous=sent.receipts()
         )
 
     yield one_step_later

@@ -5,7 +5,9 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from lit_qrl.run.event_log import log_event
 from lit_qrl.run.loggers import RunCSVLogger
@@ -20,6 +22,15 @@ def check_shipped(folder, network, layers, largest, outputs=128):
     linears = [m for name, m in network.named_modules() if isinstance(m, nn.Linear) and name != "lm_head"]
     assert len(linears) == layers
     assert all(one.in_features % 128 == 0 and one.out_features % outputs == 0 for one in linears)
+
+
+def check_repeats(script, arguments, folder, status=0):
+    """Check that a command that makes a model makes it bit for bit again; the first is in `folder / "one"`."""
+    weights = []
+    for name in ("one", "two"):
+        assert script.main([*arguments, "--output", str(folder / name)]) == status
+        weights.append(AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32).state_dict())
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
 
 
 @contextmanager

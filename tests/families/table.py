@@ -257,15 +257,7 @@ def measured(
     wanted: Callable[[str], bool] = lambda name: True,
     done: Callable[[dict[str, Cell]], None] = lambda cells: None,
 ) -> dict[str, Cell]:
-    """Return the cells of one family under one engine, as many as are wanted by name.
-
-    Args:
-        family: of `FAMILIES`.
-        engine: `transformers` or `vllm`.
-        chosen: formats.
-        wanted: True for the name of a cell that is to be measured.
-        done: is given the cells as they come.
-    """
+    """Return the cells of one family under one engine, as many as are wanted by name; `done` gets them as they come."""
     cells: dict[str, Cell] = {}
     with quiet():
         for name, measure in methods(engine, chosen).items():

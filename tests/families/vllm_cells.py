@@ -103,13 +103,7 @@ def disagreement(network: Any, engine: Any) -> tuple[float, float]:
 
 
 def allowed(engine: Any, format_name: str, rounding: float) -> float:
-    """Return the largest mean |Δ log p| of a sampler that computes what the learner does.
-
-    Args:
-        engine: that generated.
-        format_name: of `FORMATS`.
-        rounding: the second figure of `disagreement`.
-    """
+    """Return the largest mean |Δ log p| of a sampler that computes what the learner does."""
     if engine.plain_dtype == torch.float32:
         return TOLERANCE.get(format_name, LOW_BIT)
     return max(LOW_BIT, ROUNDED_TWICE * rounding)
@@ -122,12 +116,7 @@ def _share(network: Any, unread: Iterable[str]) -> float:
 
 
 def run_cell(family: Family, format_name: str) -> dict[str, Any]:
-    """Return what two publishes far apart gave: `outcome` is works, refused, faulty, wrong or traceback.
-
-    Args:
-        family: of `configs.FAMILIES`.
-        format_name: of `FORMATS`.
-    """
+    """Return what two publishes far apart gave: `outcome` is works, refused, faulty, wrong or traceback."""
     cell: dict[str, Any] = {"family": family.name, "format": format_name}
     engine = None
     try:

@@ -18,18 +18,22 @@ class SleepyEngine(TellingEngine):
 
     def __init__(self, sleep_level=1):
         super().__init__()
-        self.sleep_level, self.asleep, self.holds_weights = sleep_level, False, True
+        self.sleep_level, self.asleep, self.complete = sleep_level, False, True
+
+    @property
+    def holds_weights(self):
+        return self.complete
 
     def asked(self, name):
         if name not in ("setup", "close"):
             assert not self.asleep, f"{name} of a sleeping engine"
-            self.holds_weights |= name == "load_weights"
-            assert self.holds_weights
+            self.complete |= name == "load_weights"
+            assert self.complete
             super().asked(name)
 
     def sleep(self):
         self.story.append("sleep")
-        self.asleep, self.holds_weights = True, self.sleep_level < 2
+        self.asleep, self.complete = True, self.sleep_level < 2
 
     def wake(self):
         if self.asleep:
@@ -62,7 +66,7 @@ def colocated(folder, level=1, offload=False, story=True, strategy=True, **optio
         trainer_options["strategy"] = ColocatedStrategy(offload_optimizer=offload)
     trainer, module, data = build(
         folder,
-        callbacks=[Story(engine)] if story else [],
+        callbacks=[*([Story(engine)] if story else []), *options.pop("callbacks", ())],
         trainer=trainer_options,
         publisher={"probe_every": 0, **options.pop("publisher", {})},
         **options,
@@ -121,13 +125,8 @@ def test_optimizer_state_is_away_while_completions_are_drawn_and_the_run_is_the_
 
     ends = []
     for offload in (True, False):
-        trainer, module, data = build(
-            tmp_path / str(offload),
-            callbacks=[Where()],
-            trainer={"max_epochs": 3, "strategy": ColocatedStrategy(offload_optimizer=offload)},
-        )
-        data.engine = SleepyEngine()
-        trainer.fit(module, datamodule=data)
+        options = {"offload": offload, "callbacks": [Where()], "trainer": {"max_epochs": 3}}
+        _, module, _ = colocated(tmp_path / str(offload), story=False, **options)
         ends.append(parameters_of(module))
     assert torch.equal(*ends)
     # no state before the first step, and every gradient is gone

@@ -45,20 +45,14 @@ def made(name, **attributes):
     ("method", "scheme", "expected"),
     [
         (None, None, "bf16"),
-        (made("UnquantizedLinearMethod"), None, "bf16"),
-        (made("CompressedTensorsLinearMethod"), made("CompressedTensorsW8A8Fp8", strategy="channel"), "fp8_row"),
-        (made("CompressedTensorsLinearMethod"), made("CompressedTensorsW8A8Fp8", strategy="tensor"), "fp8_tensor"),
-        (made("Fp8LinearMethod", block_quant=True), None, "fp8_block"),
-        (made("CompressedTensorsLinearMethod"), made("CompressedTensorsWNA16", num_bits=4), "int4_group"),
         (made("CompressedTensorsLinearMethod"), made("CompressedTensorsWNA16", num_bits=8), "CompressedTensorsWNA16"),
-        (made("CompressedTensorsLinearMethod"), made("CompressedTensorsW4A16Fp4"), "nvfp4"),
         (made("CompressedTensorsW8A8Fp8MoEMethod", weight_quant=made("Args", strategy="channel")), None, "fp8_row"),
         (made("CompressedTensorsWNA16MarlinMoEMethod", weight_quant=made("Args", num_bits=4)), None, "int4_group"),
         (made("CompressedTensorsW4A4Nvfp4MoEMethod"), None, "nvfp4"),
         (made("AWQMarlinMethod"), None, "AWQMarlinMethod"),  # unknown: by its own name, never as something it is not
     ],
 )
-def test_the_format_is_read_from_the_method(method, scheme, expected):
+def test_the_format_of_experts_and_of_what_is_unknown_is_read_from_the_method(method, scheme, expected):
     module = nn.Module()
     if method is not None:
         module.quant_method = method

@@ -13,24 +13,20 @@ from tests.default_dtype import bf16_default
 
 
 def test_environment_keeps_what_the_user_set_and_the_published_scales(monkeypatch):
-    for name in (
-        "VLLM_USE_DEEP_GEMM_E8M0",
-        "VLLM_USE_DEEP_GEMM",
-        "VLLM_CPU_KVCACHE_SPACE",
-        "VLLM_CPU_OMP_THREADS_BIND",
-    ):
+    expected = {
+        "VLLM_USE_DEEP_GEMM_E8M0": "0",  # else scales are rounded to powers of two
+        "VLLM_USE_DEEP_GEMM": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "3",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+    for name in expected:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
     prepare_environment(deep_gemm=True, kv_cache_gib=3.2)
-
-    assert os.environ["VLLM_USE_DEEP_GEMM_E8M0"] == "0"  # else scales are rounded to powers of two
-    assert os.environ["VLLM_USE_DEEP_GEMM"] == "1"
-    assert os.environ["VLLM_CPU_KVCACHE_SPACE"] == "3"
-    assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
-    assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
-    assert os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG"
+    expected |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "DEBUG"}
+    assert {name: os.environ.get(name) for name in expected} == expected
 
 
 def test_generators_and_threads_are_the_process_own_again():
