@@ -14,7 +14,7 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,19 +133,18 @@ def quantized(family: Family, folder: Path, format: str) -> Cell:
     return Cell("works", quantized=getattr(report, "quantized_share", None))
 
 
-def exported(family: Family, folder: Path, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Cell]:
+def exported(family: Family, folder: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Cell]]:
     """Train by the command line, export plainly, in bf16 and in formats, and load what was written."""
     from lit_qrl.cli.main import run_training
 
-    try:
+    def trained() -> Cell:
         run_training(tiny_run.command(folder, model_folder(family, folder / "model"), lr=LR, epochs=1))
-    except ConfigError as error:
-        return {name: Cell("refused", str(error)) for name in EXPORTS if wanted(name)}
-    return {
-        f"export/{format or 'plain'}": cell(lambda format=format: _reloaded(folder, format))
-        for format in EXPORTED
-        if wanted(f"export/{format or 'plain'}")
-    }
+        return Cell("works")
+
+    run = cell(trained)
+    for format, name in zip(EXPORTED, EXPORTS, strict=True):
+        if wanted(name):
+            yield name, cell(lambda format=format: _reloaded(folder, format)) if run.state == "works" else run
 
 
 def _reloaded(folder: Path, format: str | None) -> Cell:
@@ -251,30 +250,17 @@ def methods(engine: str, chosen: tuple[str, ...]) -> dict[str, Callable[[Family,
 
 
 def measured(
-    family: Family,
-    engine: str,
-    chosen: tuple[str, ...] = FORMATS,
-    wanted: Callable[[str], bool] = lambda name: True,
-    done: Callable[[dict[str, Cell]], None] = lambda cells: None,
-) -> dict[str, Cell]:
-    """Return the cells of one family under one engine, as many as are wanted by name; `done` gets them as they come."""
-    cells: dict[str, Cell] = {}
+    family: Family, engine: str, chosen: tuple[str, ...] = FORMATS, wanted: Callable[[str], bool] = lambda name: True
+) -> Iterator[tuple[str, Cell]]:
+    """Yield the cells of one family under one engine, as many as are wanted by name."""
     with quiet():
         for name, measure in methods(engine, chosen).items():
             if wanted(name):
                 with tempfile.TemporaryDirectory() as folder:
-                    found = {name: cell(lambda m=measure, f=folder: m(family, Path(f)))}
-                done(found)
-                cells |= found
+                    yield name, cell(lambda m=measure, f=folder: m(family, Path(f)))
         if engine == "transformers" and any(map(wanted, EXPORTS)):
             with tempfile.TemporaryDirectory() as folder:
-                try:
-                    found = exported(family, Path(folder), wanted)
-                except Exception as error:
-                    found = {EXPORTS[0]: Cell("failed", f"{type(error).__name__}: {str(error)[:400]}")}
-            done(found)
-            cells |= found
-    return cells
+                yield from exported(family, Path(folder), wanted)
 
 
 @contextlib.contextmanager
@@ -319,16 +305,13 @@ def main(arguments: list[str] | None = None) -> int:
             def wanted(name: str, there: Any = there) -> bool:
                 return name not in there and any(part in name for part in given.only)
 
-            def take(cells: dict[str, Cell], family: Family = family, engine: str = engine) -> None:
-                for name, one in cells.items():
-                    figure = "" if one.difference is None else f"{one.difference:.1e}"
-                    when = " (late)" if one.early is False else ""
-                    line = f"{family.name:<20}{engine:<13}{name:<18}{one.state:<8}{when} {figure} {one.text}"
-                    print(line, file=sys.stderr, flush=True)
-                keep(family, engine, cells)
-
-            cells = measured(family, engine, wanted=wanted, done=take)
-            failed += sum(one.state == "failed" for one in cells.values())
+            for name, one in measured(family, engine, wanted=wanted):
+                figure = "" if one.difference is None else f"{one.difference:.1e}"
+                when = " (late)" if one.early is False else ""
+                line = f"{family.name:<20}{engine:<13}{name:<18}{one.state:<8}{when} {figure} {one.text}"
+                print(line, file=sys.stderr, flush=True)
+                keep(family, engine, {name: one})
+                failed += one.state == "failed"
     return failed
 
 

@@ -14,7 +14,6 @@ from lit_qrl.receipts.ledger import (
     PublishError,
     ReceivedLedger,
     SentLedger,
-    choose,
     compare,
     compare_columns,
     compare_receipts,
@@ -307,12 +306,6 @@ def test_read_back_finds_what_changed_after_loading():
     held[NORM][0] += 1
     assert [str(fault.name) for fault in compare_receipts(sent, read_receipts(held.get, list(named)))] == [NORM]
     assert compare_receipts(sent, read_receipts(lambda name: None, list(named))) == []
-
-
-def test_choice_gives_every_layer_its_turn():
-    layers = [f"layer{i}" for i in range(10)]
-    seen = [name for version in range(5) for name in choose(layers, version, 4)]
-    assert sorted(seen) == sorted(layers * 2)
 
 
 def test_error_lists_faults_and_survives_pickling():
