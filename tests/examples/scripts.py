@@ -16,9 +16,14 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 
 
+def size(folder):
+    """Return the bytes of all files."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
 def check_shipped(folder, network, layers, largest, outputs=128):
     """Check that a shipped model is small, and its linear layers of sizes that kernels and groups of 128 take."""
-    assert sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) < largest
+    assert size(folder) < largest
     linears = [m for name, m in network.named_modules() if isinstance(m, nn.Linear) and name != "lm_head"]
     assert len(linears) == layers
     assert all(one.in_features % 128 == 0 and one.out_features % outputs == 0 for one in linears)

@@ -9,7 +9,7 @@ from lit_qrl.network.experts import expert_weights
 from lit_qrl.network.routing import routers
 from lit_qrl.rewards.puzzles import evaluate
 from tests.data.tasks.test_countdown_solver import brute_force
-from tests.examples.scripts import ROOT, check_repeats, check_shipped, importing
+from tests.examples.scripts import ROOT, check_repeats, check_shipped, importing, size
 
 SHIPPED = ROOT / "models" / "tiny-countdown"
 PRODUCTS = ROOT / "models" / "tiny-countdown-products"
@@ -26,10 +26,6 @@ def script():
 @pytest.fixture(scope="module")
 def shipped():
     return AutoModelForCausalLM.from_pretrained(SHIPPED, dtype=torch.float32), AutoTokenizer.from_pretrained(SHIPPED)
-
-
-def size(folder):
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 def test_shipped_model_is_a_small_qwen3_of_kernel_friendly_sizes(shipped):

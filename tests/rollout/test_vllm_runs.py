@@ -9,10 +9,8 @@ import torch
 
 from lit_qrl.callbacks import RLCallback, TruncatedIS
 from lit_qrl.cli.main import main
-from lit_qrl.precision import QATAligned
 from lit_qrl.run.event_log import read_jsonl
 from tests import vllm_cpu_shim
-from tests.evaluations import Distance
 from tests.tables import csv_rows
 from tests.tiny_run import Watch, build, model_folder, parameters_of
 
@@ -70,21 +68,6 @@ def test_learner_and_sampler_agree_over_the_tokens_that_were_kept(tmp_path, trun
     assert min(found.whole) > 1e-2  # what the whole vocabulary would have said
     assert max(found.sizes) <= truncation.get("top_k", 10**6)
     margin(f"kept through vLLM ({truncation}), |log-ratio| at most", f"{max(found.apart):.1e}")
-
-
-def test_an_evaluation_under_an_aligned_plugin_is_of_the_quantized_policy(tmp_path):
-    """The embedded engine's rule: what is evaluated computes as the learner's own forward pass."""
-    trainer, module, data, watch = build_run(
-        tmp_path,
-        callbacks=[distance := Distance()],
-        format="auto",
-        publisher={"probe_every": 0},
-        trainer={"plugins": [QATAligned("nvfp4")], "max_epochs": 1, "limit_val_batches": 1},
-    )
-    trainer.fit(module, datamodule=data)
-    assert max(watch.mismatch) < 1e-3
-    assert len(distance.seen) == 2
-    assert max(distance.seen) < 1e-3
 
 
 def test_an_engine_that_dies_twice_is_built_again_and_the_run_is_the_same(tmp_path, monkeypatch):
