@@ -11,7 +11,6 @@ from lit_qrl.errors import ConfigError, MemoryShortageError, StoppedError
 from lit_qrl.publish.publisher import Publisher
 from lit_qrl.publish.spec import PublishSettings
 from lit_qrl.receipts.ledger import Fault, PublishError
-from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.engine import EngineDiedError
 from lit_qrl.run.event_log import read_jsonl
 from lit_qrl.strategies import ColocatedStrategy
@@ -206,28 +205,6 @@ def test_a_publish_is_repeated_to_a_new_engine_and_after_a_fault_where_asked(tmp
         repeat(tmp_path, ConfigError("no"), retries=1)
     logged = [event["faults"] for event in read_jsonl(tmp_path / "events.jsonl")]
     assert logged == [["missing"], ["missing"], ["missing"], [], []]
-
-
-def test_memory_that_runs_out_in_the_first_publish_is_a_run_that_does_not_fit(tmp_path, monkeypatch):
-    from lit_qrl.formats.fp8_row import FP8Row
-
-    def short(*args, **options):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-
-    places = [
-        ("quantizing model.layers.0.", FP8Row, "quantize"),
-        ("publishing the weights to the engine", TransformersEngine, "load_weights"),
-        ("reading back what the engine holds", TransformersEngine, "read_back"),
-    ]
-    for number, (doing, owner, name) in enumerate(places):
-        folder = tmp_path / str(number)
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, name, short)
-            with pytest.raises(ConfigError, match=rf"does not fit. Memory ran out while {doing}.*2\.00 GiB were asked"):
-                fit(folder)
-        (event,) = (one for one in read_jsonl(folder / "run" / "events.jsonl") if one["kind"] == "stopped")
-        assert event["cause"] == "out_of_memory"
-        assert not (folder / "run" / "checkpoints" / "last.ckpt").exists()
 
 
 class Sleeper(TellingEngine):
