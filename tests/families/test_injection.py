@@ -10,7 +10,6 @@ import torch
 from lit_qrl import formats
 from lit_qrl.errors import ConfigError
 from lit_qrl.network.adapters import merged_weights
-from lit_qrl.network.experts import expert_weights
 from lit_qrl.precision.source import unchanged
 from lit_qrl.publish.delivery import Delivery
 from lit_qrl.publish.spec import source_of
@@ -105,23 +104,3 @@ def test_two_layers_that_were_exchanged_are_named(family, monkeypatch):
     with pytest.raises(PublishError) as caught:
         publish(source, delivery, 1)
     assert by_receipt(caught.value) == {("swapped", one), ("swapped", other)}
-
-
-@pytest.mark.parametrize("family", [f for f in DECODED if f.kind == "experts"], ids=lambda family: family.model_type)
-def test_one_expert_that_stays_behind_is_named(family, monkeypatch):
-    network, source, delivery = connected(family, "plain")
-    publish(source, delivery, 0)
-    old = {name: tensor[1].clone() for name, tensor in merged_weights(network) if name in expert_weights(network)}
-    step(network)
-    plain = Modules.set_plain
-
-    def set_plain(self, name, tensor):
-        tensor = tensor.clone()
-        if name in old:
-            tensor[1] = old[name]
-        plain(self, name, tensor)
-
-    monkeypatch.setattr(Modules, "set_plain", set_plain)
-    with pytest.raises(PublishError) as caught:
-        publish(source, delivery, 1)
-    assert by_receipt(caught.value) == {("different", name) for name in old}

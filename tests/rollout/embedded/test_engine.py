@@ -277,15 +277,6 @@ def test_faulty_streams_are_named_and_leave_the_engine_unusable(network, change,
     assert engine.generate(PROMPTS, 1, seed=0)[0].version == 2
 
 
-def test_calls_out_of_order(network):
-    engine = TransformersEngine()
-    with pytest.raises(RuntimeError, match="setup"):
-        publish(engine, network)
-    engine.setup(SamplerSpec(), policy_of(network))
-    with pytest.raises(RuntimeError, match="publish"):
-        engine.generate(PROMPTS, 1, seed=0)
-
-
 def test_prompts_and_settings_that_cannot_be_answered(network):
     engine = engine_of(network)
     with pytest.raises(ValueError, match="empty"):

@@ -32,7 +32,6 @@ def test_one_process_by_itself_needs_nothing():
         (0, spec(2, 2), {}, "at least 1"),
         (2, spec(1, 1), {}, r"multiple of 2 processes on each host \(trainer\.devices\)\. Given: 1 of 1"),
         (4, spec(2, 4), {}, "Given: 2 of 4"),  # an engine does not span hosts
-        (2, spec(2, 2), {"max_lora_rank": 8}, "Given: max_lora_rank: 8"),
         (2, spec(2, 2, routes=True), {}, "RouterReplay"),
     ],
 )
