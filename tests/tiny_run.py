@@ -169,6 +169,37 @@ def parameters_of(module: GRPOModule) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in module.policy.parameters()])
 
 
+class Twin(Callback):
+    """An fp32 copy of the weights, stepped on with the run's own gradients."""
+
+    def __init__(self, optimizer):
+        self.build = optimizer
+
+    def on_train_start(self, trainer, pl_module):
+        self.named = {
+            name: nn.Parameter(p.detach().float().clone())
+            for name, p in pl_module.named_parameters()
+            if p.requires_grad
+        }
+        self.start = self.weights().clone()
+        self.optimizer = self.build(list(self.named.items()))
+
+    def on_before_zero_grad(self, trainer, pl_module, optimizer):
+        held = dict(pl_module.named_parameters())
+        if all(held[name].grad is None for name in self.named):
+            return
+        for name, parameter in self.named.items():
+            grad = held[name].grad
+            parameter.grad = None if grad is None else grad.detach().float()
+        self.optimizer.step()
+
+    def on_train_end(self, trainer, pl_module):
+        self.on_before_zero_grad(trainer, pl_module, None)  # the last step's
+
+    def weights(self):
+        return torch.cat([p.detach().flatten() for p in self.named.values()])
+
+
 class TellingEngine(TransformersEngine):
     """Tells in `story` what it is asked for, before it does it."""
 
@@ -210,34 +241,3 @@ class Watch(RLCallback):
         self.mismatch.append(float((module.score(batch) - batch.sampler_logprobs)[batch.mask].abs().max()))
         if self.look is not None:
             self.seen.append(self.look(module, module.data.engine))
-
-
-class Twin(Callback):
-    """An fp32 copy of the weights, stepped on with the run's own gradients."""
-
-    def __init__(self, optimizer):
-        self.build = optimizer
-
-    def on_train_start(self, trainer, pl_module):
-        self.named = {
-            name: nn.Parameter(p.detach().float().clone())
-            for name, p in pl_module.named_parameters()
-            if p.requires_grad
-        }
-        self.start = self.weights().clone()
-        self.optimizer = self.build(list(self.named.items()))
-
-    def on_before_zero_grad(self, trainer, pl_module, optimizer):
-        held = dict(pl_module.named_parameters())
-        if all(held[name].grad is None for name in self.named):
-            return
-        for name, parameter in self.named.items():
-            grad = held[name].grad
-            parameter.grad = None if grad is None else grad.detach().float()
-        self.optimizer.step()
-
-    def on_train_end(self, trainer, pl_module):
-        self.on_before_zero_grad(trainer, pl_module, None)  # the last step's
-
-    def weights(self):
-        return torch.cat([p.detach().flatten() for p in self.named.values()])

@@ -33,10 +33,6 @@ def build_run(folder, engine=None, callbacks=(), **options):
     return trainer, module, data, watch
 
 
-def events(folder, kind):
-    return [event for event in read_jsonl(folder / "run" / "events.jsonl") if event["kind"] == kind]
-
-
 class Truncated(RLCallback):
     """Keeps the largest |log-ratio| of each rollout over the kept tokens and over the whole vocabulary."""
 
@@ -96,7 +92,8 @@ def test_an_engine_that_dies_twice_is_built_again_and_the_run_is_the_same(tmp_pa
         assert watch.versions == [0, 1, 2]
     assert calls[0] > hangs
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
-    messages = [event["message"] for event in events(tmp_path / "mortal", "engine_died")]
+    told = read_jsonl(tmp_path / "mortal" / "run" / "events.jsonl")
+    messages = [event["message"] for event in told if event["kind"] == "engine_died"]
     assert len(messages) == 2
     assert "MemoryError: out of memory (restart 1 of 2)" in messages[0]
     assert "one step took longer than 20 s (restart 1 of 2)" in messages[1]

@@ -3,7 +3,6 @@ import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.formats import get
 from lit_qrl.network.adapters import base_weights, check_separable
 from lit_qrl.network.linears import quantizable_linears
 from lit_qrl.network.stream import weight_stream
@@ -75,16 +74,6 @@ def test_the_adapter_is_replaced_not_added_and_leaves_with_the_base():
     torch.testing.assert_close(engine.score(TOKENS)[0], policy.scores(TOKENS[0]), rtol=0, atol=2e-5)
     engine.load_weights(base_weights(policy.network), None, 3)
     assert torch.equal(engine.score(TOKENS)[0], base[0])
-
-
-def test_an_adapter_over_a_quantized_base():
-    policy, format = Policy(), get("int4_group", group_size=16)
-    engine = started(policy, format)
-    engine.load_adapter(policy.tensors(), 1)
-    got = engine.score(TOKENS)[0]
-    for linear in quantizable_linears(policy.network).values():
-        linear.weight.data = format.dequantize(format.quantize(linear.weight))
-    torch.testing.assert_close(got, policy.scores(TOKENS[0]), rtol=0, atol=2e-5)
 
 
 def test_what_does_not_fit_is_refused_and_the_old_adapter_stays():

@@ -175,14 +175,6 @@ def test_bf16_engine(network):
     assert next(network.parameters()).dtype == torch.float32
 
 
-def perturbed(network, scale, seed):
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.add_(scale * torch.randn_like(parameter))
-    return network
-
-
 @pytest.mark.parametrize("format", [None, formats.get("fp8_row")])
 def test_a_buffer_that_no_publish_sends_is_looked_at_with_each(network, format):
     engine = TransformersEngine()
@@ -232,7 +224,7 @@ def test_a_sampler_of_its_own_stays_at_its_version():
     network = build_network()
     engine = engine_of(network, share="never")
     before = engine.generate(PROMPTS, 2, seed=0)
-    perturbed(network, 0.1, 0)
+    network.model.norm.weight.data *= 2
     assert engine.generate(PROMPTS, 2, seed=0) == before
 
 
