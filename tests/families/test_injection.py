@@ -53,10 +53,6 @@ def step(network, seed=0, dtype=torch.float32):
             tensor.add_(size * (2.0 * torch.randint(2, tensor.shape, generator=generator) - 1))
 
 
-def by_receipt(error):
-    return {(fault.kind, fault.name) for fault in error.faults if fault.kind not in READ_AGAIN}
-
-
 def one_of_each(names):
     """The last tensor of each kind: the names of its layers aside."""
     return set({name.rpartition("layers.")[2].partition(".")[2] or name: name for name in names}.values())
@@ -103,4 +99,5 @@ def test_two_layers_that_were_exchanged_are_named(family, monkeypatch):
     monkeypatch.setattr(Modules, "set_plain", lambda self, name, t: plain(self, name, swapped.get(name, t).clone()))
     with pytest.raises(PublishError) as caught:
         publish(source, delivery, 1)
-    assert by_receipt(caught.value) == {("swapped", one), ("swapped", other)}
+    named = {(fault.kind, fault.name) for fault in caught.value.faults if fault.kind not in READ_AGAIN}
+    assert named == {("swapped", one), ("swapped", other)}

@@ -294,17 +294,3 @@ def test_a_quantized_head_is_sampled_from_probed_and_put_back_for_evaluations(tm
     layers = json.loads((tmp_path / "run" / "publish.json").read_text())["layers"]
     assert layers["lm_head.weight"] == "fp8_row"
     assert layers["model.embed_tokens.weight"] == "fp32"
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"format": "auto", "trainer": {"plugins": [QATAligned("fp8_row")]}}, "computes in full precision.*QATAligned"),
-        ({"format": "bf16"}, "no format to quantize to.*bf16"),
-        ({"format": "auto"}, "no format to quantize to.*auto"),
-    ],
-)
-def test_a_head_that_cannot_be_quantized_is_refused(tmp_path, options, match):
-    trainer, module, data = build(tmp_path, publisher={"quantize_head": True}, **options)
-    with pytest.raises(ConfigError, match=match):
-        trainer.fit(module, datamodule=data)

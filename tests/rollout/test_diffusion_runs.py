@@ -38,8 +38,7 @@ def fit(folder, **options):
 
 
 def settings(options):
-    base = {"kind": DiffusionPolicy, "network": build_denoiser, "engine": DiffusionEngine(block=4)}
-    return {**base, **options}
+    return {"kind": DiffusionPolicy, "network": build_denoiser, "engine": DiffusionEngine(block=4), **options}
 
 
 def rows_of(trainer):

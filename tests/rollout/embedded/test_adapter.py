@@ -4,8 +4,6 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.network.adapters import base_weights, check_separable
-from lit_qrl.network.linears import quantizable_linears
-from lit_qrl.network.stream import weight_stream
 from lit_qrl.precision.packed_lora import NVFP4LoRA
 from lit_qrl.receipts.ledger import PublishError
 from lit_qrl.rollout.embedded.engine import TransformersEngine
@@ -38,11 +36,10 @@ class Policy:
         return logits.log_softmax(-1).gather(1, torch.tensor(sequence[1:])[:, None])[:, 0]
 
 
-def started(policy, format=None):
+def started(policy):
     engine = TransformersEngine()
     engine.setup(SamplerSpec(sampling=SamplingParams(max_tokens=4), adapter=policy.lora), policy)
-    layers = quantizable_linears(policy.network)
-    engine.load_weights(weight_stream(base_weights(policy.network), format, layers), format, 0)
+    engine.load_weights(base_weights(policy.network), None, 0)
     return engine
 
 

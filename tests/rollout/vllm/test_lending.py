@@ -35,7 +35,7 @@ class Bits(RLCallback):
     """Keeps what the learner and the engine held when a rollout ended."""
 
     def __init__(self):
-        self.tokens, self.mismatch, self.borrowed, self.norms = [], [], [], []
+        self.tokens, self.mismatch, self.borrowed = [], [], []
 
     def on_rollout_end(self, trainer, module, batch):
         self.tokens.append(batch.tokens.clone())

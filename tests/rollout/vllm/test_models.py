@@ -103,11 +103,8 @@ def test_latent_attention_of_another_size_than_the_kernels_is_named():
 
 
 def test_models_with_a_state_are_known_by_their_class():
-    assert [vllm_models.recurrent(name) for name in ("Mamba2ForCausalLM", "Lfm2ForCausalLM", "Qwen3ForCausalLM")] == [
-        True,
-        True,
-        False,
-    ]
+    kinds = ("Mamba2ForCausalLM", "Lfm2ForCausalLM", "Qwen3ForCausalLM")
+    assert [vllm_models.recurrent(name) for name in kinds] == [True, True, False]
 
 
 def test_what_vllm_says_of_a_first_engine_is_one_paragraph():
@@ -115,9 +112,8 @@ def test_what_vllm_says_of_a_first_engine_is_one_paragraph():
     found = vllm_models.refused_model(network, KeyError("factor"))
     assert isinstance(found, ConfigError)
     assert "does not build an engine of GptOssForCausalLM with these arguments: KeyError: 'factor'" in str(found)
-    assert isinstance(
-        vllm_models.refused_model(network, AmbiguousGlobalPerLayerAttributeError("head_dim")), ConfigError
-    )
+    ambiguous = AmbiguousGlobalPerLayerAttributeError("head_dim")
+    assert isinstance(vllm_models.refused_model(network, ambiguous), ConfigError)
     memory = RuntimeError("out of memory")
     assert vllm_models.refused_model(network, memory) is memory
     assert str(found).endswith("or use TransformersEngine.")
