@@ -15,7 +15,6 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 LOOP = threading.Lock()
-FOLDER = Path(sys.argv[1])
 LEDGER = {"version": 0, "bytes": 0, "faults": [], "unread": [], "twice": [], "receipts": {}, "layers": {}}
 
 
@@ -28,7 +27,7 @@ def answer(path, body):
         content = [{"logprob": None if body["token_ids"] == [13] else -1.0} for _ in tokens]
         return {"choices": [{"token_ids": tokens, "logprobs": {"content": content}, "finish_reason": "length"}]}
     if path == "/collective_rpc" and body["method"] == "connect_json":
-        config = json.loads((FOLDER / "config.json").read_text())
+        config = json.loads(Path(sys.argv[1], "config.json").read_text())
         return {
             "results": [
                 {
@@ -45,15 +44,19 @@ def answer(path, body):
 
 
 class Handler(BaseHTTPRequestHandler):
+    key = os.environ.get("VLLM_API_KEY")
+
     def do_GET(self):
         self.reply(200, {})
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "null")
-        known = self.headers["Authorization"] == f"Bearer {os.environ['VLLM_API_KEY']}"
+        known = self.headers["Authorization"] == f"Bearer {self.key}"
+        self.reply(*(self.answered(body) if known else (401, {})))
+
+    def answered(self, body):
         with LOOP:
-            said = answer(self.path.partition("?")[0], body) if known else {}
-        self.reply(200 if known else 401, said)
+            return 200, answer(self.path.partition("?")[0], body)
 
     def reply(self, status, said):
         self.send_response(status)

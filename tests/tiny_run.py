@@ -232,3 +232,46 @@ class Twin(Callback):
 
     def weights(self):
         return torch.cat([p.detach().flatten() for p in self.named.values()])
+
+
+class TellingEngine(TransformersEngine):
+    """Tells in `story` what it is asked for, before it does it."""
+
+    LOADS = ("load_weights", "load_adapter", "perturb")
+
+    def __init__(self):
+        super().__init__()
+        self.story = []
+
+    def asked(self, name):
+        self.story.append(name)
+
+    @property
+    def loads(self):
+        return [name for name in self.story if name in self.LOADS]
+
+
+def _told(name):
+    def method(engine, *args, **options):
+        engine.asked(name)
+        return getattr(super(TellingEngine, engine), name)(*args, **options)
+
+    return method
+
+
+for _name in (*TellingEngine.LOADS, "setup", "generate", "score", "close"):
+    setattr(TellingEngine, _name, _told(_name))
+
+
+class Watch(RLCallback):
+    """Keeps of each rollout its tokens and versions, the mismatch, and what `look` says of (module, engine)."""
+
+    def __init__(self, look=None):
+        self.look, self.tokens, self.versions, self.mismatch, self.seen = look, [], [], [], []
+
+    def on_rollout_end(self, trainer, module, batch):
+        self.tokens.append(batch.tokens.clone())
+        self.versions += sorted(set(batch.version.tolist()))
+        self.mismatch.append(float((module.score(batch) - batch.sampler_logprobs)[batch.mask].abs().max()))
+        if self.look is not None:
+            self.seen.append(self.look(module, module.data.engine))

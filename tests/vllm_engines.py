@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import torch
 
 from lit_qrl import formats
+from lit_qrl.network.adapters import merged_weights
 from lit_qrl.network.linears import quantizable_linears
-from lit_qrl.network.stream import weight_stream
+from lit_qrl.precision.source import WeightSource, unchanged
 from lit_qrl.publish.probe import computing_as
 from lit_qrl.receipts import ledger
 from lit_qrl.types import SamplingParams
@@ -67,13 +68,14 @@ def optimizer_step(network, seed=0, learning_rate=LEARNING_RATE):
     network.zero_grad()
 
 
-def checkpoint(network, engine, format):
+def weights_of(network, format=None, dtype=None, exclude=(), head=False):
     """The stream that the publisher makes of a network."""
-    dtype = engine.plain_dtype
-    named = ((name, parameter.detach().to(dtype)) for name, parameter in network.named_parameters())
-    return weight_stream(
-        named, format, list(quantizable_linears(network, engine.spec.exclude, engine.spec.quantize_head))
-    )
+    policy = SimpleNamespace(network=network, named_weights=lambda: merged_weights(network))
+    return WeightSource(policy, format, exclude, head).whole(unchanged, dtype)
+
+
+def checkpoint(network, engine, format):
+    return weights_of(network, format, engine.plain_dtype, engine.spec.exclude, engine.spec.quantize_head)
 
 
 def publish(network, engine, format, version, previous=None, wire=lambda stream: stream, everywhere=False):
@@ -109,7 +111,7 @@ def one_step_behind(network, engine, format):
         optimizer_step(network, seed=version)
         version += 1
         return SimpleNamespace(
-            network=network, engine=engine, format=format, version=version, old=old, previous=sent.receipts(), shares=[]
+            network=network, engine=engine, format=format, version=version, old=old, previous=sent.receipts()
         )
 
     yield one_step_later

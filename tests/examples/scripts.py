@@ -5,7 +5,9 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from lit_qrl.run.event_log import log_event
 from lit_qrl.run.loggers import RunCSVLogger
@@ -14,12 +16,26 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 
 
+def size(folder):
+    """Return the bytes of all files."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
 def check_shipped(folder, network, layers, largest, outputs=128):
     """Check that a shipped model is small, and its linear layers of sizes that kernels and groups of 128 take."""
-    assert sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) < largest
+    assert size(folder) < largest
     linears = [m for name, m in network.named_modules() if isinstance(m, nn.Linear) and name != "lm_head"]
     assert len(linears) == layers
     assert all(one.in_features % 128 == 0 and one.out_features % outputs == 0 for one in linears)
+
+
+def check_repeats(script, arguments, folder, status=0):
+    """Check that a command that makes a model makes it bit for bit again; the first is in `folder / "one"`."""
+    weights = []
+    for name in ("one", "two"):
+        assert script.main([*arguments, "--output", str(folder / name)]) == status
+        weights.append(AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32).state_dict())
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
 
 
 @contextmanager

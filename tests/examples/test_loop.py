@@ -1,20 +1,15 @@
 """The teaching loop learns, and its sampler is the library's."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
 
-FILE = Path(__file__).parents[2] / "examples" / "loop.py"
+from tests.examples.scripts import importing
 
 
 @pytest.fixture(scope="module")
 def loop():
-    spec = importlib.util.spec_from_file_location("loop", FILE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    with importing("") as module:
+        yield module("loop")
 
 
 def test_it_learns_from_an_fp8_sampler(loop, capsys):

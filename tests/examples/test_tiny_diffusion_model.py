@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lit_qrl.data.tasks.generated import is_held_out
 from lit_qrl.data.tasks.sudoku import CELLS, Sudoku
 from lit_qrl.network.denoising import denoises
-from tests.examples.scripts import ROOT, check_shipped, importing
+from tests.examples.scripts import ROOT, check_repeats, check_shipped, importing
 
 SHIPPED = ROOT / "models" / "tiny-diffusion-sudoku"
 
@@ -62,12 +62,7 @@ def test_batches_mask_what_they_say_and_hold_no_held_out_puzzle(script):
 
 def test_build_repeats_bit_for_bit(script, tmp_path, capsys):
     small = "--layers 1 --batch 8 --steps 4 --unsure_steps 1 --puzzles 30 --threads 1 --evaluation_size 8"
-    weights = []
-    for name in ("one", "two"):
-        status = script.main([*small.split(), "--any_accuracy", "--output", str(tmp_path / name)])
-        assert status == 0
-        weights.append(AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32).state_dict())
-    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+    check_repeats(script, [*small.split(), "--any_accuracy"], tmp_path)
     results = [line for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
     assert set(json.loads(results[-1])) == {"solved", "greedy_solved"}
     assert script.main([*small.split(), "--output", str(tmp_path / "out")]) == 1

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.networks import WORDS, build_tokenizer
 
@@ -50,7 +51,6 @@ class Family:
         options: of its config, beside `COMMON`.
         drop: options of `COMMON` that it has under another name, or not at all.
         text: options of the text part's config, for a family whose config has parts; the rest are the wrapper's.
-        vllm: the architecture by which vLLM 0.32 knows it; None where it does not.
         kind: `dense`, `experts`, `state` (a recurrent or convolutional part) or `multimodal`.
     """
 
@@ -60,13 +60,12 @@ class Family:
     options: dict[str, Any] = field(default_factory=dict)
     drop: tuple[str, ...] = ()
     text: dict[str, Any] | None = None
-    vllm: str | None = None
     kind: str = "dense"
 
     @property
-    def available(self) -> bool:
-        """True when the installed transformers has it."""
-        return self.model_type in CONFIG_MAPPING_NAMES
+    def vllm(self) -> str:
+        """The architecture by which vLLM 0.32 knows it: that of transformers."""
+        return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[self.model_type]
 
     def config(self) -> Any:
         """Return the config of the tiny model."""
@@ -86,24 +85,17 @@ _LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 _YARN |= {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 _WINDOW = {"sliding_window": 8}
+_BOTH = {**_WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+_SCALED = {"query_pre_attn_scalar": 32}
+_ROUTED = {**EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "num_mtp_layers": 0}
 
 FAMILIES: tuple[Family, ...] = (
-    Family(
-        "Llama 3", "llama", "meta-llama/Llama-3.2-1B-Instruct", {"rope_parameters": _LLAMA3}, vllm="LlamaForCausalLM"
-    ),
-    Family("Qwen2.5", "qwen2", "Qwen/Qwen2.5-0.5B-Instruct", drop=("head_dim",), vllm="Qwen2ForCausalLM"),
-    Family("Qwen3", "qwen3", "Qwen/Qwen3-0.6B", {"tie_word_embeddings": True}, vllm="Qwen3ForCausalLM"),
-    Family("Mistral", "mistral", "mistralai/Mistral-7B-Instruct-v0.1", _WINDOW, vllm="MistralForCausalLM"),
-    Family(
-        "Gemma 2", "gemma2", "google/gemma-2-2b-it", {**_WINDOW, "query_pre_attn_scalar": 32}, vllm="Gemma2ForCausalLM"
-    ),
-    Family(
-        "Gemma 3",
-        "gemma3_text",
-        "google/gemma-3-1b-it",
-        {**_WINDOW, "query_pre_attn_scalar": 32, "layer_types": ["sliding_attention", "full_attention"]},
-        vllm="Gemma3ForCausalLM",
-    ),
+    Family("Llama 3", "llama", "meta-llama/Llama-3.2-1B-Instruct", {"rope_parameters": _LLAMA3}),
+    Family("Qwen2.5", "qwen2", "Qwen/Qwen2.5-0.5B-Instruct", drop=("head_dim",)),
+    Family("Qwen3", "qwen3", "Qwen/Qwen3-0.6B", {"tie_word_embeddings": True}),
+    Family("Mistral", "mistral", "mistralai/Mistral-7B-Instruct-v0.1", _WINDOW),
+    Family("Gemma 2", "gemma2", "google/gemma-2-2b-it", {**_WINDOW, **_SCALED}),
+    Family("Gemma 3", "gemma3_text", "google/gemma-3-1b-it", {**_BOTH, **_SCALED}),
     Family(
         "Gemma 3 multimodal",
         "gemma3",
@@ -115,67 +107,37 @@ FAMILIES: tuple[Family, ...] = (
             "eoi_token_index": 19,
             "image_token_index": 20,
         },
-        text={**_WINDOW, "query_pre_attn_scalar": 32, "layer_types": ["sliding_attention", "full_attention"]},
-        vllm="Gemma3ForConditionalGeneration",
+        text={**_BOTH, **_SCALED},
         kind="multimodal",
     ),
     Family(
         "Gemma 4",
         "gemma4_text",
         "google/gemma-4-E2B-it",
-        {
-            **_WINDOW,
-            "layer_types": ["sliding_attention", "full_attention"],
-            "vocab_size_per_layer_input": len(WORDS),
-            "hidden_size_per_layer_input": 0,
-            "global_head_dim": 64,
-        },
-        vllm="Gemma4ForCausalLM",
+        {**_BOTH, "vocab_size_per_layer_input": len(WORDS), "hidden_size_per_layer_input": 0, "global_head_dim": 64},
     ),
-    Family("Phi-3", "phi3", "microsoft/Phi-3-mini-4k-instruct", drop=("head_dim",), vllm="Phi3ForCausalLM"),
-    Family("phi-2", "phi", "microsoft/phi-2", drop=("head_dim",), vllm="PhiForCausalLM"),
-    Family("GLM-4", "glm4", "zai-org/GLM-4-9B-0414", vllm="Glm4ForCausalLM"),
-    Family("OLMo 2", "olmo2", "allenai/OLMo-2-0425-1B-Instruct", drop=("head_dim",), vllm="Olmo2ForCausalLM"),
-    Family(
-        "OLMo 3",
-        "olmo3",
-        "allenai/Olmo-3-7B-Instruct",
-        {**_WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
-        drop=("head_dim",),
-        vllm="Olmo3ForCausalLM",
-    ),
-    Family(
-        "SmolLM3",
-        "smollm3",
-        "HuggingFaceTB/SmolLM3-3B",
-        {"no_rope_layer_interval": 2},
-        ("head_dim",),
-        vllm="SmolLM3ForCausalLM",
-    ),
+    Family("Phi-3", "phi3", "microsoft/Phi-3-mini-4k-instruct", drop=("head_dim",)),
+    Family("phi-2", "phi", "microsoft/phi-2", drop=("head_dim",)),
+    Family("GLM-4", "glm4", "zai-org/GLM-4-9B-0414"),
+    Family("OLMo 2", "olmo2", "allenai/OLMo-2-0425-1B-Instruct", drop=("head_dim",)),
+    Family("OLMo 3", "olmo3", "allenai/Olmo-3-7B-Instruct", _BOTH, drop=("head_dim",)),
+    Family("SmolLM3", "smollm3", "HuggingFaceTB/SmolLM3-3B", {"no_rope_layer_interval": 2}, ("head_dim",)),
     Family(
         "Granite",
         "granite",
         "ibm-granite/granite-3.3-2b-instruct",
         {"embedding_multiplier": 2.0, "residual_multiplier": 0.5, "logits_scaling": 2.0, "attention_multiplier": 0.1},
         ("head_dim",),
-        vllm="GraniteForCausalLM",
     ),
-    Family(
-        "Cohere 2",
-        "cohere2",
-        "CohereLabs/c4ai-command-r7b-12-2024",
-        {**_WINDOW, "logit_scale": 0.25},
-        vllm="Cohere2ForCausalLM",
-    ),
-    Family("StarCoder 2", "starcoder2", "bigcode/starcoder2-3b", _WINDOW, ("head_dim",), vllm="Starcoder2ForCausalLM"),
-    Family("GPT-NeoX", "gpt_neox", "EleutherAI/pythia-160m", drop=_NO_GROUPS, vllm="GPTNeoXForCausalLM"),
+    Family("Cohere 2", "cohere2", "CohereLabs/c4ai-command-r7b-12-2024", {**_WINDOW, "logit_scale": 0.25}),
+    Family("StarCoder 2", "starcoder2", "bigcode/starcoder2-3b", _WINDOW, ("head_dim",)),
+    Family("GPT-NeoX", "gpt_neox", "EleutherAI/pythia-160m", drop=_NO_GROUPS),
     Family(
         "GPT-2",
         "gpt2",
         "openai-community/gpt2",
         {"n_embd": HIDDEN, "n_inner": INNER, "n_layer": 2, "n_head": HEADS, "n_positions": 256},
         _GPT2,
-        vllm="GPT2LMHeadModel",
     ),
     Family(
         "OPT",
@@ -183,7 +145,6 @@ FAMILIES: tuple[Family, ...] = (
         "facebook/opt-125m",
         {"ffn_dim": INNER, "word_embed_proj_dim": HIDDEN},
         (*_NO_GROUPS, "intermediate_size"),
-        vllm="OPTForCausalLM",
     ),
     Family(
         "Falcon",
@@ -191,51 +152,36 @@ FAMILIES: tuple[Family, ...] = (
         "tiiuae/falcon-7b-instruct",
         {"ffn_hidden_size": 4 * HIDDEN},  # vLLM builds no other for this family
         (*_NO_GROUPS, "intermediate_size"),
-        vllm="FalconForCausalLM",
     ),
     Family(
         "DeepSeek-V3",
         "deepseek_v3",
         "deepseek-ai/DeepSeek-V3",
         {
-            **EXPERTS,
+            **_ROUTED,
             "num_key_value_heads": HEADS,
-            "n_routed_experts": 4,
-            "n_shared_experts": 1,
             "n_group": 2,
             "topk_group": 1,
-            "first_k_dense_replace": 1,
             "q_lora_rank": 128,
             "kv_lora_rank": 128,
             "qk_nope_head_dim": HEAD_DIM,
             "qk_rope_head_dim": 16,
             "v_head_dim": HEAD_DIM,
-            "num_mtp_layers": 0,
         },
         ("head_dim",),
-        vllm="DeepseekV3ForCausalLM",
         kind="experts",
     ),
-    Family(
-        "GLM-4-MoE",
-        "glm4_moe",
-        "zai-org/GLM-4.5-Air",
-        {**EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "num_mtp_layers": 0},
-        vllm="Glm4MoeForCausalLM",
-        kind="experts",
-    ),
+    Family("GLM-4-MoE", "glm4_moe", "zai-org/GLM-4.5-Air", _ROUTED, kind="experts"),
     Family(
         "gpt-oss",
         "gpt_oss",
         "openai/gpt-oss-20b",
         {
-            **_WINDOW,
+            **_BOTH,
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
-            "layer_types": ["sliding_attention", "full_attention"],
             "rope_parameters": _YARN,  # vLLM builds no other for this family
         },
-        vllm="GptOssForCausalLM",
         kind="experts",
     ),
     Family(
@@ -243,39 +189,22 @@ FAMILIES: tuple[Family, ...] = (
         "mixtral",
         "mistralai/Mixtral-8x7B-Instruct-v0.1",
         {"num_local_experts": 4, "num_experts_per_tok": 2},
-        vllm="MixtralForCausalLM",
         kind="experts",
     ),
-    Family(
-        "Qwen3-MoE",
-        "qwen3_moe",
-        "Qwen/Qwen3-30B-A3B",
-        {**EXPERTS, "num_experts": 4},
-        vllm="Qwen3MoeForCausalLM",
-        kind="experts",
-    ),
+    Family("Qwen3-MoE", "qwen3_moe", "Qwen/Qwen3-30B-A3B", {**EXPERTS, "num_experts": 4}, kind="experts"),
     Family(
         "Qwen3-Next",
         "qwen3_next",
         "Qwen/Qwen3-Next-80B-A3B-Instruct",
         {**EXPERTS, **GATED_DELTA, "num_experts": 4, "shared_expert_intermediate_size": 128},
-        vllm="Qwen3NextForCausalLM",
         kind="state",
     ),
-    Family(
-        "Qwen3.5",
-        "qwen3_5_text",
-        "Qwen/Qwen3.5-0.8B",
-        GATED_DELTA,
-        vllm="Qwen3_5ForCausalLM",
-        kind="state",
-    ),
+    Family("Qwen3.5", "qwen3_5_text", "Qwen/Qwen3.5-0.8B", GATED_DELTA, kind="state"),
     Family(
         "Llama 4",
         "llama4_text",
         "meta-llama/Llama-4-Scout-17B-16E-Instruct",
         {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": INNER, "attention_chunk_size": 16},
-        vllm="Llama4ForCausalLM",
         kind="experts",
     ),
     Family(
@@ -284,7 +213,6 @@ FAMILIES: tuple[Family, ...] = (
         "LiquidAI/LFM2-1.2B",
         {"layer_types": ["conv", "full_attention"], "block_multiple_of": 128, "block_dim": HIDDEN, "conv_dim": HIDDEN},
         ("head_dim",),
-        vllm="Lfm2ForCausalLM",
         kind="state",
     ),
     Family(
@@ -293,7 +221,6 @@ FAMILIES: tuple[Family, ...] = (
         "tiiuae/Falcon-H1-0.5B-Instruct",
         {"mamba_d_ssm": HIDDEN, "mamba_n_heads": 4, "mamba_d_head": HEAD_DIM, "mamba_d_state": 16},
         ("head_dim",),
-        vllm="FalconH1ForCausalLM",
         kind="state",
     ),
     Family(
@@ -302,7 +229,6 @@ FAMILIES: tuple[Family, ...] = (
         "state-spaces/mamba2-130m",
         {"num_heads": 8, "head_dim": HEAD_DIM, "state_size": 16, "n_groups": 1},
         ("num_attention_heads", "num_key_value_heads", "intermediate_size", "max_position_embeddings"),
-        vllm="Mamba2ForCausalLM",
         kind="state",
     ),
 )
@@ -325,7 +251,7 @@ def sized(family: Family) -> Family:
 
 def absent() -> list[str]:
     """Return the names of the families that the installed transformers does not have."""
-    return [family.name for family in FAMILIES if not family.available]
+    return [family.name for family in FAMILIES if family.model_type not in CONFIG_MAPPING_NAMES]
 
 
 def random_network(family: Family, seed: int = 0, dtype: torch.dtype = torch.float32, gain: float = 4.0) -> Any:

@@ -49,39 +49,13 @@ METHODS = {
 }
 """What was measured of an engine, by the first part of a cell's name; the second is a number format."""
 ENGINES = {"transformers": "TransformersEngine", "vllm": "VLLMEngine, vLLM 0.32 on a CPU"}
-HEAD = """# Models
-
-What works for which family of models, measured on models of each architecture at the smallest size (random weights; two
-layers, 128 wide). `python -m tests.families.table` measures the cells and keeps them in `docs/models/`; `--write`
-writes this page from them. `tests/families/test_table.py` repeats a part of them, `make test-slow` all.
-
-A format in a cell **works**: two iterations of training with two publishes far apart, each verified; the sampler's
-log-probs are within 1e-5 nats, in fp32, of a plain forward pass of transformers (eager attention, no cache, no padding)
-with the dequantized weights; an export loads in transformers to the policy's logits. In bf16 the mean is below 0.03.
-Under 8-bit activations last bits may flip a code: half of the tokens are within 1e-5, and all of them below 0.01 in the
-mean. A struck-out format is **refused** with the message given below. `auto` is the learner's dtype, here fp32; `–` was
-not measured.
-
-A checkpoint of gpt-oss whose experts are in its own MXFP4 is read as plain weights, on every device the same ones: bit
-for bit what this project's `mxfp4` stands for.
-
-Through vLLM, a format **works** when two sets of weights far apart were published one after the other, every layer was
-compared, and the log-probs of its completions are, in the mean, within 1e-5 nats of the learner's eager forward pass in
-fp32; where vLLM rounds to bf16 or quantizes activations, within 0.05, or twice what the learner's own forward pass in
-bf16 differs by, if that is more. Every tensor was verified unless a share is given. Models that take pictures, and
-Qwen3.5, need torchvision beside vLLM, whose build on the package index loads with CUDA's torch alone; linear attention
-has kernels for bf16 alone on a CPU.
-
-What the checks of a publish are worth is tested for every family that works: between two publishes one optimizer step
-apart, the last tensor of every kind (each expert's among them) is kept back, and matrices of one shape are exchanged;
-each must be named. `tests/families/test_injection.py` does so embedded, plain, in `fp8_row` and in `int4_group`, and
-`tests/families/test_vllm_injection.py` through vLLM, in `auto`, and in `fp8_row` in `make test-slow`.
-"""
 
 
 def document() -> str:
-    """Return the page."""
-    parts = [HEAD]
+    """Return the page with its tables made anew; what else it says stands there alone."""
+    page, last = DOCUMENT.read_text(), "| family | command | tried |"
+    begin, end = page.index(f"\n## {next(iter(ENGINES.values()))}\n"), page.index("\n## GGUF files\n")
+    parts = [page[: begin - 1]]
     for engine, title in ENGINES.items():
         rows = [(family, kept(family).get(engine, {})) for family in FAMILIES]
         if not any(cells for _, cells in rows):
@@ -104,8 +78,7 @@ def document() -> str:
         for text, where in sorted(refused.items(), key=lambda item: list(item[1])):
             methods = [title for title in METHODS.values() if any(title in given for given in where.values())]
             parts.append(f"- {', '.join(where)} ({', '.join(methods)}): {text}")
-    parts.append(COMMANDS)
-    parts.append("| family | command | tried |\n| --- | --- | --- |")
+    parts.append(page[end : page.index(last)] + f"{last}\n| --- | --- | --- |")
     for family in FAMILIES:
         tried = kept(family).get("transformers", {}).get("command", {"state": "–"})
         why = f": {_general(tried['text'])}" if tried["state"] == "refused" else ""
@@ -113,28 +86,22 @@ def document() -> str:
     return "\n".join(parts) + "\n"
 
 
-COMMANDS = """
-## GGUF files
-
-`model.policy.model` and `lit-qrl quantize --model` take a `.gguf` file with its tokenizer (`pip install
-'lit-qrl[gguf]'`). transformers' own loader multiplies it out, once, into a folder of fp32 in the cache of the hub's
-library, which engines, `export` and adapters take as any other; on a GPU `dtype: auto` takes the nearest bf16. A tied
-matrix that the file holds twice is taken in its greater number of bits. End and padding token are those that the file
-names.
-
-## One command per family
-
-Each trains on Countdown with a sampler of the family, at a rate for a model of the hub: the quickstart's own, 3e-4, is
-its small policy's. Models of the hub could not be fetched where this is developed:
-what was **tried** is one iteration of each command with a model of the family at the smallest size in place of the
-hub's, which this makes (the files of `docs/models/` have the types as their names):
-
-```bash
-python -m tests.families.configs qwen3 out/qwen3
-lit-qrl fit --config configs/quickstart.yaml --model.policy.model out/qwen3 --data.max_prompt_tokens 64 \\
-    --model.optimizer.lr 1e-6 --trainer.max_epochs 1
-```
-"""
+def packaged() -> str:
+    """Return what `lit-qrl models` shows: states and reasons, each reason once, without figures."""
+    reasons: dict[str, int] = {}
+    lines = []
+    for family in FAMILIES:
+        engines: dict[str, Any] = {}
+        for engine, cells in kept(family).items():
+            cells = {name: one for name, one in cells.items() if name.partition("/")[0] in METHODS}
+            works = [name for name, one in cells.items() if one["state"] == "works"]
+            refused = {n: _general(one["text"]) for n, one in cells.items() if one["state"] == "refused"}
+            numbered = {name: reasons.setdefault(text, len(reasons)) for name, text in refused.items()}
+            engines[engine] = {"works": works, "refused": numbered}
+        row = {"name": family.name, "type": family.model_type, "command": command(family), "engines": engines}
+        lines.append(json.dumps(row))
+    every = ",\n".join(json.dumps(text) for text in reasons)
+    return '{"families": [\n' + ",\n".join(lines) + '\n],\n"reasons": [\n' + every + "\n]}\n"
 
 
 def command(family: Family) -> str:

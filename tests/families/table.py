@@ -14,7 +14,7 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,6 @@ from lit_qrl.cli.export import export
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.support import TABLE
 from lit_qrl.network.experts import expert_stacks
-from lit_qrl.network.linears import fused_groups, quantizable_linears
-from lit_qrl.network.stream import shared_amax
 from lit_qrl.network.structure import outline
 from lit_qrl.policy import CausalPolicy
 from lit_qrl.precision import NVFP4LoRA, QATAligned
@@ -42,6 +40,7 @@ from tests.families.page import DOCUMENT, ROOT, document, keep, kept, settings
 from tests.families.vllm_cells import FORMATS as VLLM_FORMATS
 from tests.families.vllm_cells import run_cell
 from tests.families.witness import Difference, Witness, reference
+from tests.stacked_experts import rounded
 
 FORMATS = ("auto", "bf16", "fp8_row", "fp8_tensor", "int4_group", "nvfp4")
 """Of the sampler; `auto` is the learner's own dtype."""
@@ -129,26 +128,22 @@ def fitted(family: Family, folder: Path, format: str = "auto", lora: bool = Fals
 def quantized(family: Family, folder: Path, format: str) -> Cell:
     """Make a folder in a weight-only format; its codes are those of a publish."""
     source = Path(model_folder(family, folder / "model"))
-    try:
-        report = quantize_checkpoint(source, folder / format, formats.get(format))
-    except ConfigError as error:
-        return Cell("refused", str(error))
+    report = quantize_checkpoint(source, folder / format, formats.get(format))
     return Cell("works", quantized=getattr(report, "quantized_share", None))
 
 
-def exported(family: Family, folder: Path, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Cell]:
+def exported(family: Family, folder: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Cell]]:
     """Train by the command line, export plainly, in bf16 and in formats, and load what was written."""
     from lit_qrl.cli.main import run_training
 
-    try:
+    def trained() -> Cell:
         run_training(tiny_run.command(folder, model_folder(family, folder / "model"), lr=LR, epochs=1))
-    except ConfigError as error:
-        return {name: Cell("refused", str(error)) for name in EXPORTS if wanted(name)}
-    return {
-        f"export/{format or 'plain'}": cell(lambda format=format: _reloaded(folder, format))
-        for format in EXPORTED
-        if wanted(f"export/{format or 'plain'}")
-    }
+        return Cell("works")
+
+    run = cell(trained)
+    for format, name in zip(EXPORTED, EXPORTS, strict=True):
+        if wanted(name):
+            yield name, cell(lambda format=format: _reloaded(folder, format)) if run.state == "works" else run
 
 
 def _reloaded(folder: Path, format: str | None) -> Cell:
@@ -156,11 +151,8 @@ def _reloaded(folder: Path, format: str | None) -> Cell:
     from lit_qrl.cli.export import locate, restore
 
     output = folder / f"exported-{format}"
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            export(folder / "run", output=output, format=format)
-    except ConfigError as error:
-        return Cell("refused", str(error))
+    with contextlib.redirect_stdout(io.StringIO()):
+        export(folder / "run", output=output, format=format)
     loaded = _read(output, format)
     half = loaded.dtype == torch.bfloat16
     policy = restore(*locate(folder / "run", "last"))
@@ -169,7 +161,7 @@ def _reloaded(folder: Path, format: str | None) -> Cell:
         applied = None if format in (None, "bf16") else formats.get(format)
         plain = reference(policy)
         if applied is not None:
-            _round_weights(plain, applied)
+            plain = rounded(policy.config.model_type, plain, applied)
         plain = plain.to(loaded.dtype)
         expected = plain(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)
         got = loaded(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)
@@ -192,38 +184,13 @@ def _read(output: Path, format: str | None) -> Any:
     return policy.network.eval()
 
 
-@torch.no_grad()
-def _round_weights(network: Any, format: Any) -> None:
-    """Put in place of each weight what its codes in a weight-only format stand for."""
-    weights = {name: linear.weight for name, linear in quantizable_linears(network).items()}
-    for name, stack in expert_stacks(network).items():
-        for matrix in stack.parts:
-            weights |= stack.named(matrix, network.get_parameter(f"{name}.{matrix}"))
-    for names in fused_groups(weights).values():
-        parts = {name: weights[name] for name in names}
-        shared = shared_amax(parts) if format.shares_amax and len(parts) > 1 else None
-        rounded = {name: format.dequantize(format.quantize(part, shared)) for name, part in parts.items()}
-        for name, weight in rounded.items():
-            weights[name].copy_(weight)
-
-
 def audited(family: Family, folder: Path, chosen: tuple[str, ...] = FORMATS[1:]) -> Cell:
     """Audit all formats at once."""
     (folder / "prompts.jsonl").write_text("".join(json.dumps({"question": f"{i}+1="}) + "\n" for i in range(4)))
     source = model_folder(family, folder / "model")
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            audit(
-                model=source,
-                prompts=str(folder / "prompts.jsonl"),
-                chat=False,
-                formats=chosen,
-                samples=2,
-                completions=2,
-                max_tokens=8,
-            )
-    except ConfigError as error:
-        return Cell("refused", str(error))
+    prompts, sizes = str(folder / "prompts.jsonl"), {"samples": 2, "completions": 2, "max_tokens": 8}
+    with contextlib.redirect_stdout(io.StringIO()):
+        audit(model=source, prompts=prompts, chat=False, formats=chosen, **sizes)
     return Cell("works")
 
 
@@ -236,12 +203,7 @@ def commanded(family: Family, folder: Path) -> Cell:
     sizes |= {"trainer.default_root_dir": folder / "run", "trainer.check_val_every_n_epoch": 1}
     given = [*settings(family), *(part for key, value in sizes.items() for part in (f"--{key}", str(value)))]
     config = str(ROOT / "configs" / "quickstart.yaml")
-    try:
-        run_training(
-            ["fit", "--config", config, "--model.policy.model", model_folder(family, folder / "model"), *given]
-        )
-    except ConfigError as error:
-        return Cell("refused", str(error))
+    run_training(["fit", "--config", config, "--model.policy.model", model_folder(family, folder / "model"), *given])
     return Cell("works")
 
 
@@ -249,6 +211,8 @@ def cell(measure: Callable[[], Cell]) -> Cell:
     """Return a cell; any error that is no refusal is a failure."""
     try:
         return measure()
+    except ConfigError as error:
+        return Cell("refused", str(error))
     except Exception as error:
         return Cell("failed", f"{type(error).__name__}: {' '.join(str(error).split())[:400]}")
 
@@ -285,38 +249,17 @@ def methods(engine: str, chosen: tuple[str, ...]) -> dict[str, Callable[[Family,
 
 
 def measured(
-    family: Family,
-    engine: str,
-    chosen: tuple[str, ...] = FORMATS,
-    wanted: Callable[[str], bool] = lambda name: True,
-    done: Callable[[dict[str, Cell]], None] = lambda cells: None,
-) -> dict[str, Cell]:
-    """Return the cells of one family under one engine, as many as are wanted by name.
-
-    Args:
-        family: of `FAMILIES`.
-        engine: `transformers` or `vllm`.
-        chosen: formats.
-        wanted: True for the name of a cell that is to be measured.
-        done: is given the cells as they come.
-    """
-    cells: dict[str, Cell] = {}
+    family: Family, engine: str, chosen: tuple[str, ...] = FORMATS, wanted: Callable[[str], bool] = lambda name: True
+) -> Iterator[tuple[str, Cell]]:
+    """Yield the cells of one family under one engine, as many as are wanted by name."""
     with quiet():
         for name, measure in methods(engine, chosen).items():
             if wanted(name):
                 with tempfile.TemporaryDirectory() as folder:
-                    found = {name: cell(lambda m=measure, f=folder: m(family, Path(f)))}
-                done(found)
-                cells |= found
+                    yield name, cell(lambda m=measure, f=folder: m(family, Path(f)))
         if engine == "transformers" and any(map(wanted, EXPORTS)):
             with tempfile.TemporaryDirectory() as folder:
-                try:
-                    found = exported(family, Path(folder), wanted)
-                except Exception as error:
-                    found = {EXPORTS[0]: Cell("failed", f"{type(error).__name__}: {str(error)[:400]}")}
-            done(found)
-            cells |= found
-    return cells
+                yield from exported(family, Path(folder), wanted)
 
 
 @contextlib.contextmanager
@@ -360,16 +303,13 @@ def main(arguments: list[str] | None = None) -> int:
             def wanted(name: str, there: Any = there) -> bool:
                 return name not in there and any(part in name for part in given.only)
 
-            def take(cells: dict[str, Cell], family: Family = family, engine: str = engine) -> None:
-                for name, one in cells.items():
-                    figure = "" if one.difference is None else f"{one.difference:.1e}"
-                    when = " (late)" if one.early is False else ""
-                    line = f"{family.name:<20}{engine:<13}{name:<18}{one.state:<8}{when} {figure} {one.text}"
-                    print(line, file=sys.stderr, flush=True)
-                keep(family, engine, cells)
-
-            cells = measured(family, engine, wanted=wanted, done=take)
-            failed += sum(one.state == "failed" for one in cells.values())
+            for name, one in measured(family, engine, wanted=wanted):
+                figure = "" if one.difference is None else f"{one.difference:.1e}"
+                when = " (late)" if one.early is False else ""
+                line = f"{family.name:<20}{engine:<13}{name:<18}{one.state:<8}{when} {figure} {one.text}"
+                print(line, file=sys.stderr, flush=True)
+                keep(family, engine, {name: one})
+                failed += one.state == "failed"
     return failed
 
 

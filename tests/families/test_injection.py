@@ -10,7 +10,6 @@ import torch
 from lit_qrl import formats
 from lit_qrl.errors import ConfigError
 from lit_qrl.network.adapters import merged_weights
-from lit_qrl.network.experts import expert_weights
 from lit_qrl.precision.source import unchanged
 from lit_qrl.publish.delivery import Delivery
 from lit_qrl.publish.spec import source_of
@@ -41,18 +40,17 @@ def publish(source, delivery, version):
 
 
 @torch.no_grad()
-def step(network):
-    """What one optimizer step changes: every number, buffers included, by the learning rate."""
-    generator, seen = torch.Generator().manual_seed(0), set()
-    for tensor in network.state_dict(keep_vars=True).values():
-        if tensor.is_floating_point() and id(tensor) not in seen:
-            seen.add(id(tensor))  # a tied weight is one
-            signs = 2.0 * torch.randint(2, tensor.shape, generator=generator) - 1
-            tensor.add_(LEARNING_RATE * signs)
+def step(network, seed=0, dtype=torch.float32):
+    """What one optimizer step changes, as far as an engine's dtype shows it: every number by the learning rate.
 
-
-def by_receipt(error):
-    return {(fault.kind, fault.name) for fault in error.faults if fault.kind not in READ_AGAIN}
+    A number of which that is less than half the spacing in bf16 would be sent as the same one, so that what stays
+    behind is not stale; it goes to the next one here.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in {id(tensor): tensor for tensor in network.state_dict(keep_vars=True).values()}.values():
+        if tensor.is_floating_point():
+            size = (torch.finfo(dtype).eps * tensor.abs()).clamp(min=LEARNING_RATE)
+            tensor.add_(size * (2.0 * torch.randint(2, tensor.shape, generator=generator) - 1))
 
 
 def one_of_each(names):
@@ -101,24 +99,5 @@ def test_two_layers_that_were_exchanged_are_named(family, monkeypatch):
     monkeypatch.setattr(Modules, "set_plain", lambda self, name, t: plain(self, name, swapped.get(name, t).clone()))
     with pytest.raises(PublishError) as caught:
         publish(source, delivery, 1)
-    assert by_receipt(caught.value) == {("swapped", one), ("swapped", other)}
-
-
-@pytest.mark.parametrize("family", [f for f in DECODED if f.kind == "experts"], ids=lambda family: family.model_type)
-def test_one_expert_that_stays_behind_is_named(family, monkeypatch):
-    network, source, delivery = connected(family, "plain")
-    publish(source, delivery, 0)
-    old = {name: tensor[1].clone() for name, tensor in merged_weights(network) if name in expert_weights(network)}
-    step(network)
-    plain = Modules.set_plain
-
-    def set_plain(self, name, tensor):
-        tensor = tensor.clone()
-        if name in old:
-            tensor[1] = old[name]
-        plain(self, name, tensor)
-
-    monkeypatch.setattr(Modules, "set_plain", set_plain)
-    with pytest.raises(PublishError) as caught:
-        publish(source, delivery, 1)
-    assert by_receipt(caught.value) == {("different", name) for name in old}
+    named = {(fault.kind, fault.name) for fault in caught.value.faults if fault.kind not in READ_AGAIN}
+    assert named == {("swapped", one), ("swapped", other)}

@@ -24,7 +24,7 @@ def test_the_installed_library_has_every_family():
 
 @pytest.mark.parametrize("family", FAMILIES, ids=names)
 def test_a_family_works_or_is_refused(family):
-    cells = measured(family, "transformers", ("auto", "fp8_row", "int4_group"), CHECKED.__contains__)
+    cells = dict(measured(family, "transformers", ("auto", "fp8_row", "int4_group"), CHECKED.__contains__))
     assert {name: one.text for name, one in cells.items() if one.state == "failed"} == {}
     assert all(one.early is not False for one in cells.values()), "a refusal came after the weights were loaded"
     told = states(kept(family).get("transformers", {}))
@@ -51,7 +51,7 @@ ALL = [
 
 @pytest.mark.parametrize(("family", "method"), ALL)
 def test_all_of_a_family_works_or_is_refused(family, method):
-    cells = measured(family, "transformers", wanted=lambda name: name.partition("/")[0] == method)
+    cells = dict(measured(family, "transformers", wanted=lambda name: name.partition("/")[0] == method))
     assert {name: one.text for name, one in cells.items() if one.state == "failed"} == {}
     told = states(kept(family)["transformers"])
     assert states(cells) == {name: told[name] for name in told if name.partition("/")[0] == method}

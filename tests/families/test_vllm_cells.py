@@ -23,7 +23,6 @@ CELLS = [
         id=f"{family.model_type}-{name}",
     )
     for family in FAMILIES
-    if family.vllm
     for name in vllm_cells.FORMATS
 ]
 

@@ -20,7 +20,6 @@ class Witness(RLCallback):
 
     Args:
         format: that the sampler computes in, over the merged weights; None where the merged weights are what it has.
-        bound: on the mean where the two round differently, or on the largest.
     """
 
     def __init__(self, format: Any = None) -> None:
@@ -28,7 +27,6 @@ class Witness(RLCallback):
         self.sampler: list[torch.Tensor] = []
         self.learner: list[torch.Tensor] = []
         self.seen: list[torch.Tensor] = []
-        self.exclude: tuple[str, ...] = ()
 
     @torch.no_grad()
     def on_rollout_end(self, trainer, module, batch):

@@ -27,14 +27,6 @@ def loop_scores(network, tokens):
     return scores
 
 
-def test_plain_scores_are_the_networks_log_probs():
-    network = build_network()
-    expected = loop_scores(copy.deepcopy(network), TOKENS)
-    for score, reference in zip(learner_scores(network, TOKENS), expected, strict=True):
-        assert score.dtype == torch.float32
-        assert torch.allclose(score.double(), reference, atol=1e-5)
-
-
 @pytest.mark.parametrize(("name", "options"), [("int4_group", {"group_size": 8}), ("nvfp4", {}), ("bf16", {})])
 def test_weight_only_formats_are_those_of_the_dequantized_network(name, options):
     format, network = formats.get(name, **options), build_network()

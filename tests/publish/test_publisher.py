@@ -15,26 +15,12 @@ from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.embedded.loading import Modules
 from lit_qrl.run.event_log import read_jsonl
 from tests.evaluations import Distance
-from tests.tiny_run import build, fit, model_folder
+from tests.tables import csv_rows
+from tests.tiny_run import TellingEngine, Watch, build, fit, model_folder
 
 LAYER = "model.layers.0.self_attn.o_proj"
 NORM = "model.layers.0.input_layernorm.weight"
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
-
-
-class Watch(RLCallback):
-    """Keeps per iteration: the version, the mismatch, and what `look` says of (module, engine)."""
-
-    def __init__(self, look=None):
-        self.look = look
-        self.versions, self.mismatch, self.seen = [], [], []
-
-    def on_rollout_end(self, trainer, module, batch):
-        self.versions.append(sorted(set(batch.version.tolist())))
-        learner = module.score(batch)
-        self.mismatch.append(float((learner - batch.sampler_logprobs)[batch.mask].abs().max()))
-        if self.look is not None:
-            self.seen.append(self.look(module, module.data.engine))
 
 
 class Evaluated(RLCallback):
@@ -47,36 +33,13 @@ class Evaluated(RLCallback):
         self.seen.append(self.look(pl_module, pl_module.data.engine))
 
 
-class Calls:
-    """Counts what an engine is asked to load."""
-
-    def __init__(self, monkeypatch):
-        self.made = []
-        for name in ("load_weights", "load_adapter", "perturb"):
-            monkeypatch.setattr(TransformersEngine, name, self.counted(name, getattr(TransformersEngine, name)))
-
-    def counted(self, name, original):
-        def method(engine, tensors, *args):
-            names = []
-
-            def noted():
-                for tensor_name, tensor in tensors:
-                    names.append(tensor_name)
-                    yield tensor_name, tensor
-
-            report = original(engine, noted(), *args)
-            self.made.append((name, names))
-            return report
-
-        return method
-
-    @property
-    def kinds(self):
-        return [kind for kind, _ in self.made]
-
-
 def read_events(folder):
     return read_jsonl(folder / "events.jsonl")
+
+
+def column(folder, name):
+    """The numbers of a metric, by iteration, where there are any."""
+    return [float(row[name]) for row in csv_rows(folder / "run" / "metrics.csv") if row.get(name)]
 
 
 def lora_options(**publisher):
@@ -89,13 +52,10 @@ def lora_options(**publisher):
     }
 
 
-# ------------------------------------------------------------------------------------------------------- versions
-
-
 def test_every_iteration_gets_its_version(tmp_path):
     watch = Watch()
     fit(tmp_path, callbacks=[watch], trainer={"max_epochs": 3})
-    assert watch.versions == [[0], [1], [2]]
+    assert watch.versions == [0, 1, 2]
     content = json.loads((tmp_path / "run" / "publish.json").read_text())
     assert content["version"] == 0
     assert content["layers"][f"{LAYER}.weight"] == "fp8_row"
@@ -122,15 +82,7 @@ def test_an_evaluation_publishes_the_clean_weights_without_a_version(tmp_path):
     fit(tmp_path, callbacks=[watch, held, AQNNoise(start=0.5, end=0.5, num_stages=2)], trainer=options)
     assert held.seen == [(True, -1), (True, 0), (True, 1), (True, 2)]
     # What an evaluation left in the engine is never drawn from: the next rollout has the sampler's own format.
-    assert watch.versions == [[0], [1], [2]]
-
-
-def test_an_evaluation_in_the_rollout_format(tmp_path):
-    held = Evaluated(lambda module, engine: engine.read_back(f"{LAYER}.weight").dtype)
-    for choice in ("rollout", "learner"):
-        options = {"max_epochs": 1, "limit_val_batches": 1}
-        fit(tmp_path, callbacks=[held], publisher={"evaluation_format": choice}, trainer=options)
-    assert held.seen == [torch.float8_e4m3fn] * 2 + [torch.float32] * 2
+    assert watch.versions == [0, 1, 2]
 
 
 def distance_of_an_evaluation(folder, plugin, format="auto", **publisher):
@@ -166,35 +118,7 @@ def test_a_second_stage_of_the_same_trainer_gets_an_engine_of_its_own(tmp_path):
     watch = Watch()
     trainer.callbacks.insert(0, watch)
     trainer.fit(module, datamodule=data)
-    assert watch.versions == [[1]]
-
-
-# ------------------------------------------------------------------------------------------------ precision plugins
-
-
-def test_under_a_plugin_the_codes_of_the_forward_pass_go_out(tmp_path):
-    def look(module, engine):
-        plugin = module.trainer.precision_plugin
-        codes = plugin.layers(module)[LAYER].quantized().codes
-        return torch.equal(engine.read_back(f"{LAYER}.weight").view(torch.uint8), codes.view(torch.uint8))
-
-    watch = Watch(look)
-    plugin = QATAligned("fp8_row")
-    fit(tmp_path, callbacks=[watch], format="auto", trainer={"max_epochs": 2, "plugins": [plugin]})
-    assert watch.seen == [True, True]
-    assert max(watch.mismatch) < 1e-4
-
-
-def test_another_format_than_the_plugins_is_refused_unless_asked_for(tmp_path):
-    options = {"format": "int4_group", "trainer": {"max_epochs": 1, "plugins": [QATAligned("fp8_row")]}}
-    trainer, module, data = build(tmp_path, **options)
-    with pytest.raises(ConfigError, match=r"differs from the one.*fp8_row.*int4_group.*unaligned"):
-        trainer.fit(module, datamodule=data)
-    watch = Watch()
-    options["trainer"]["plugins"] = [QATAligned("fp8_row")]
-    options["format"] = "nvfp4"
-    fit(tmp_path, callbacks=[watch], publisher={"unaligned": True}, **options)
-    assert watch.mismatch[0] > 1e-3
+    assert watch.versions == [1]
 
 
 def test_which_layers_are_quantized_is_said_in_one_place(tmp_path):
@@ -209,37 +133,29 @@ def test_which_layers_are_quantized_is_said_in_one_place(tmp_path):
     assert data.engine.spec.exclude == ("*.o_proj",)
 
 
-# ------------------------------------------------------------------------------------------------------------ LoRA
-
-
-def test_a_packed_base_goes_out_once_and_then_its_adapter(tmp_path, monkeypatch):
-    calls, watch = Calls(monkeypatch), Watch()
+def test_a_packed_base_goes_out_once_and_then_its_adapter(tmp_path):
+    engine, watch = TellingEngine(), Watch()
     options = lora_options()
     options["trainer"]["limit_val_batches"] = 1
-    _, module, _ = fit(tmp_path, callbacks=[watch], **options)
+    _, module, _ = fit(tmp_path, callbacks=[watch], engine=engine, **options)
     # one evaluation before the run and one per iteration, all in the learner's own packed arithmetic
-    assert calls.kinds == ["load_weights"] + ["load_adapter"] * 7
-    base, adapter = calls.made[0][1], calls.made[-1][1]
-    assert f"{LAYER}.weight_packed" in base
-    assert not any("lora" in name for name in base)
-    assert f"base_model.model.{LAYER}.lora_A.weight" in adapter
+    assert engine.loads == ["load_weights"] + ["load_adapter"] * 7
     assert max(watch.mismatch) < 1e-4
     moved = module.policy.adapter_tensors()[f"base_model.model.{LAYER}.lora_B.weight"]
     assert moved.abs().max() > 0
 
 
-def test_norms_are_perturbed_over_an_unchanged_base_and_come_back_clean(tmp_path, monkeypatch):
-    calls = Calls(monkeypatch)
-    options = lora_options()
+def test_norms_are_perturbed_over_an_unchanged_base_and_come_back_clean(tmp_path):
+    options = {"engine": (engine := TellingEngine()), **lora_options()}
     options["trainer"].update(max_epochs=4, limit_val_batches=1)
     clean, evaluated = (
         kind(lambda m, e: torch.equal(e.read_back(NORM), m.policy.network.get_parameter(NORM)))
         for kind in (Watch, Evaluated)
     )
     fit(tmp_path, callbacks=[AQNNoise(start=0.3, end=0.3, num_stages=2), clean, evaluated], **options)
-    assert calls.kinds.count("load_weights") == 1
+    assert engine.loads.count("load_weights") == 1
     # two noisy rollouts, and an evaluation after each that takes the noise away
-    assert calls.kinds.count("perturb") == 4
+    assert engine.loads.count("perturb") == 4
     assert clean.seen == [True, True, False, False]
     assert evaluated.seen == [True] * 5
     assert max(clean.mismatch[:2]) < 1e-4
@@ -247,48 +163,26 @@ def test_norms_are_perturbed_over_an_unchanged_base_and_come_back_clean(tmp_path
 
 
 @pytest.mark.parametrize("lora", ["merged", "adapter"])
-def test_an_adapter_over_a_plain_base(tmp_path, monkeypatch, lora):
-    calls, watch, lost = Calls(monkeypatch), Watch(), []
-
-    class Lost(RLCallback):
-        def on_train_epoch_end(self, trainer, pl_module):
-            lost.append(pl_module.iteration.row.get("publish/merge_lost"))
-
-    options = {"policy": {"lora": LoraConfig(**LORA)}, "publisher": {"lora": lora, "probe_every": 1}, "lr": 1e-2}
-    fit(tmp_path, callbacks=[watch, Lost()], format="auto", trainer={"max_epochs": 3}, **options)
-    if lora == "merged":  # from the second on there is an update to lose, of which fp32 loses little
-        assert all(0 < float(one) < 1e-3 for one in lost[1:])
-    else:
-        assert lost == [None] * 3
-    expected = ["load_weights"] * 3 if lora == "merged" else ["load_weights"] + ["load_adapter"] * 3
-    assert calls.kinds == expected
+def test_an_adapter_over_a_plain_base(tmp_path, lora):
+    engine, watch = TellingEngine(), Watch()
+    options = {"policy": {"lora": LoraConfig(**LORA)}, "format": "auto", "trainer": {"max_epochs": 3}, "lr": 1e-2}
+    fit(tmp_path, callbacks=[watch], engine=engine, publisher={"lora": lora, "probe_every": 1}, **options)
+    lost = column(tmp_path, "publish/merge_lost")
     assert max(watch.mismatch) < 1e-4
-    if lora == "merged":  # without probes it is told once, of the first update
-        lost.clear()
-        options["publisher"] = {"lora": lora, "probe_every": 0}
-        fit(tmp_path / "again", callbacks=[Lost()], format="auto", trainer={"max_epochs": 3}, **options)
-        assert [one is None for one in lost] == [True, False, True]
-        assert 0 < float(lost[1]) < 1e-3
+    if lora == "adapter":
+        assert (engine.loads, lost) == (["load_weights"] + ["load_adapter"] * 3, [])
+        return
+    assert engine.loads == ["load_weights"] * 3
+    assert all(0 < one < 1e-3 for one in lost[-2:])  # then there is an update to lose, of which fp32 loses little
+    fit(tmp_path / "again", publisher={"lora": lora, "probe_every": 0}, **options)
+    (first,) = column(tmp_path / "again", "publish/merge_lost")  # without probes it is told once, of the first update
+    assert 0 < first < 1e-3
 
 
-def test_the_base_goes_out_again_when_it_changed_or_an_evaluation_displaced_it(tmp_path, monkeypatch):
-    class Changed(RLCallback):
-        def on_train_epoch_end(self, trainer, pl_module):
-            if trainer.current_epoch == 0:
-                with torch.no_grad():
-                    pl_module.policy.network.get_parameter(NORM).mul_(1.5)
-
-    calls, watch = Calls(monkeypatch), Watch()
+def test_the_base_goes_out_again_when_an_evaluation_displaced_it(tmp_path):
     options = {"policy": {"lora": LoraConfig(**LORA)}, "publisher": {"lora": "adapter"}, "format": "auto"}
-    fit(tmp_path / "a", callbacks=[Changed(), watch], trainer={"max_epochs": 3}, **options)
-    assert calls.kinds == ["load_weights", "load_adapter", "load_weights", "load_adapter", "load_adapter"]
-    assert max(watch.mismatch) < 1e-4
-    calls.made.clear()
-    fit(tmp_path / "b", trainer={"max_epochs": 1, "limit_val_batches": 1}, **options)
-    assert calls.kinds == ["load_weights", "load_weights", "load_adapter", "load_weights"]
-
-
-# ---------------------------------------------------------------------------------------------------------- faults
+    fit(tmp_path, engine=(engine := TellingEngine()), trainer={"max_epochs": 1, "limit_val_batches": 1}, **options)
+    assert engine.loads == ["load_weights", "load_weights", "load_adapter", "load_weights"]
 
 
 def skip(modules, name, tensor, original):
@@ -345,7 +239,7 @@ def test_one_retry_where_asked_for(tmp_path, monkeypatch):
     inject(monkeypatch, "different", times=1)
     watch = Watch()
     fit(tmp_path, callbacks=[watch], publisher={"on_fault": "retry"})
-    assert watch.versions == [[0], [1]]
+    assert watch.versions == [0, 1]
     kinds = [event["kind"] for event in read_events(tmp_path / "run")]
     assert kinds.count("publish_fault") == 1
 
@@ -366,22 +260,12 @@ def test_what_is_garbled_beside_an_unchanged_base_is_named(tmp_path, monkeypatch
         trainer.fit(module, datamodule=data)
 
 
-# ----------------------------------------------------------------------------------------------------------- probe
-
-
 def test_a_sampler_may_stay_for_several_iterations_and_every_nth_publish_is_probed(tmp_path):
-    original, calls = TransformersEngine.score, []
-
-    def score(engine, sequences):
-        calls.append(engine.version)
-        return original(engine, sequences)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TransformersEngine, "score", score)
-        watch, publisher = Watch(), {"probe_every": 2, "every_n_iterations": 2}
-        fit(tmp_path, callbacks=[watch], publisher=publisher, trainer={"max_epochs": 6})
-    assert watch.versions == [[0], [0], [1], [1], [2], [2]]
-    assert calls == [0, 2]
+    engine, watch, publisher = TellingEngine(), Watch(), {"probe_every": 2, "every_n_iterations": 2}
+    fit(tmp_path, callbacks=[watch], engine=engine, publisher=publisher, trainer={"max_epochs": 6})
+    assert watch.versions == [0, 0, 1, 1, 2, 2]
+    probed, plain = ["load_weights", "score", "generate", "generate"], ["load_weights", "generate", "generate"]
+    assert engine.story == ["setup", *probed, *plain, *probed, "close"]
 
 
 @pytest.mark.parametrize("noisy", [False, True])
@@ -400,50 +284,13 @@ def test_the_probe_of_a_healthy_engine_passes_within_rounding(tmp_path, setting,
     assert publisher.baseline < 1e-4
 
 
-def test_a_kernel_that_computes_something_else_fails_the_probe(tmp_path, monkeypatch):
-    original = TransformersEngine.score
-    monkeypatch.setattr(TransformersEngine, "score", lambda self, tokens: [s - 1.0 for s in original(self, tokens)])
-    trainer, module, data = build(tmp_path)
-    with pytest.raises(PublishError, match=r"probe: the sampler.*mean \|Δ log p\| 1"):
-        trainer.fit(module, datamodule=data)
-
-
-# ------------------------------------------------------------------------------------------------------------ head
-
-
 def test_a_quantized_head_is_sampled_from_probed_and_put_back_for_evaluations(tmp_path):
     model_folder(tmp_path / "model", tie_word_embeddings=False)
-    held, probes = [], []
-
-    class Look(RLCallback):
-        def on_rollout_end(self, trainer, module, batch):
-            held.append(module.data.engine.read_back("lm_head.weight").dtype)
-
-        def on_validation_end(self, trainer, pl_module):
-            held.append(pl_module.data.engine.read_back("lm_head.weight").dtype)
-
-        def on_train_epoch_end(self, trainer, pl_module):
-            probes.append(float(pl_module.iteration.row["publish/probe_mean"]))
-
+    watch, held = (kind(lambda module, engine: engine.read_back("lm_head.weight").dtype) for kind in (Watch, Evaluated))
     settings = {"publisher": {"quantize_head": True, "probe_every": 1}}
-    fit(tmp_path, callbacks=[Look()], trainer={"max_epochs": 2, "limit_val_batches": 1}, **settings)
-    assert held == [torch.float32, torch.float8_e4m3fn, torch.float32, torch.float8_e4m3fn, torch.float32]
-    assert max(probes) < 1e-4
+    fit(tmp_path, callbacks=[watch, held], trainer={"max_epochs": 2, "limit_val_batches": 1}, **settings)
+    assert (watch.seen, held.seen) == ([torch.float8_e4m3fn] * 2, [torch.float32] * 3)
+    assert max(column(tmp_path, "publish/probe_mean")) < 1e-4
     layers = json.loads((tmp_path / "run" / "publish.json").read_text())["layers"]
     assert layers["lm_head.weight"] == "fp8_row"
     assert layers["model.embed_tokens.weight"] == "fp32"
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"format": "auto", "trainer": {"plugins": [QATAligned("fp8_row")]}}, "no format of its own.*QATAligned"),
-        ({"format": "bf16"}, "no format of its own.*bf16"),
-        ({"format": "auto"}, "no format of its own.*auto"),
-        ({"format": "fp8_row"}, "would quantize the input embedding"),
-    ],
-)
-def test_a_head_that_cannot_be_quantized_is_refused(tmp_path, options, match):
-    trainer, module, data = build(tmp_path, publisher={"quantize_head": True}, **options)
-    with pytest.raises(ConfigError, match=match):
-        trainer.fit(module, datamodule=data)

@@ -94,6 +94,20 @@ def test_what_the_engine_is_told():
     assert (other.format.name, other.exclude) == ("nvfp4", ())
 
 
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"plugin": QATAligned("fp8_row")}, "computes in full precision.*QATAligned"),
+        ({"format": formats.get("bf16")}, "no format to quantize to.*bf16"),
+        ({}, "no format to quantize to.*auto"),
+        ({"format": formats.get("fp8_row"), "tied": True}, "would quantize the input embedding"),
+    ],
+)
+def test_a_head_that_cannot_be_quantized_is_refused(options, match):
+    with pytest.raises(ConfigError, match=match):
+        spec(quantize_head=True, **options)
+
+
 def test_a_learner_that_computes_in_another_dtype_than_its_weights_says_so():
     assert spec().compute_dtype is None
     assert spec(MixedPrecision("bf16-mixed", "cpu")).compute_dtype == torch.bfloat16

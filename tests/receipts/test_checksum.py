@@ -87,16 +87,6 @@ def test_what_the_end_asks_of_the_device_does_not_grow_with_the_tensors():
     assert operations(40) == operations(10)
 
 
-def test_every_slice_knows_its_place():
-    stack = torch.randn(3, 2, 4)
-    for index, one in enumerate(slices(stack)):
-        found = slice_of(one)
-        assert found is not None
-        assert found.stack is stack
-        assert found.index == index
-        assert torch.equal(one, stack[index])
-
-
 @pytest.mark.parametrize(
     "change",
     {

@@ -17,6 +17,7 @@ from lit_qrl.rollout import DiffusionEngine, TransformersEngine, VLLMEngine
 from lit_qrl.run.event_log import SAMPLES_FILE, read_jsonl
 from tests import tiny_run
 from tests.networks import build_denoiser
+from tests.tables import csv_rows
 
 
 class Watch(Callback):
@@ -37,14 +38,11 @@ def fit(folder, **options):
 
 
 def settings(options):
-    base = {"kind": DiffusionPolicy, "network": build_denoiser, "engine": DiffusionEngine(block=4)}
-    return {**base, **options}
+    return {"kind": DiffusionPolicy, "network": build_denoiser, "engine": DiffusionEngine(block=4), **options}
 
 
 def rows_of(trainer):
-    lines = (tiny_run.Path(trainer.default_root_dir) / "metrics.csv").read_text().splitlines()
-    names = lines[0].split(",")
-    return [dict(zip(names, line.split(","), strict=True)) for line in lines[1:]]
+    return csv_rows(tiny_run.Path(trainer.default_root_dir) / "metrics.csv")
 
 
 def test_a_run_in_fp8_with_ais_trains_and_says_its_mismatch(tmp_path, quick_plots):

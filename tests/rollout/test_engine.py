@@ -75,11 +75,7 @@ def test_engines_take_what_the_contract_says(engine, kind, name):
 
 @pytest.mark.parametrize(
     ("engine", "expected"),
-    [
-        (Smallest(), []),
-        (TransformersEngine(), ["TakesAdapter", "Scores"]),
-        (VLLMEngine(), PROTOCOLS),
-    ],
+    [(Smallest(), []), (TransformersEngine(), ["TakesAdapter", "Scores"]), (VLLMEngine(), PROTOCOLS)],
     ids=lambda value: type(value).__name__,
 )
 def test_what_an_engine_can_do_beyond_that_shows_in_its_methods(engine, expected):
@@ -89,10 +85,7 @@ def test_what_an_engine_can_do_beyond_that_shows_in_its_methods(engine, expected
 def test_the_smallest_engine_runs(tmp_path):
     """Publishes, rollouts and evaluations, for a learner that is the sampler: no ratio moves away from 1."""
     trainer, module, data = build(
-        tmp_path,
-        format="auto",
-        data={"max_completion_tokens": 4},
-        trainer={"max_epochs": 2, "limit_val_batches": 1},
+        tmp_path, format="auto", data={"max_completion_tokens": 4}, trainer={"max_epochs": 2, "limit_val_batches": 1}
     )
     data.engine = Smallest()
     rows = []

@@ -5,12 +5,10 @@ import torch
 from transformers import MixtralConfig, Qwen3MoeConfig
 
 from lit_qrl.formats import support
-from lit_qrl.network.experts import expert_stacks, unstacked
-from lit_qrl.network.linears import quantizable_layers
 from lit_qrl.network.routing import Routing, differing
-from lit_qrl.network.stream import weight_stream
 from lit_qrl.publish.probe import Probe, learner_scores
-from lit_qrl.receipts.ledger import PublishError, SentLedger, compare, compare_columns, compare_receipts, read_receipts
+from lit_qrl.receipts.ledger import PublishError
+from tests import vllm_engines
 from tests.vllm_engines import VOCABULARY, optimizer_step, prompts, sampler_format, tiny_network
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
@@ -28,21 +26,12 @@ def mixture(family="qwen3_moe"):
     return tiny_network(Qwen3MoeConfig, **QWEN, **SIZES).cuda()
 
 
-def publish(network, engine, format, version, previous=None, wire=lambda stream: stream):
-    """As the trainer does, experts in the format too; returns the faults, what was sent and the report."""
-    shapes = quantizable_layers(network)
-    named = ((name, parameter.detach()) for name, parameter in network.named_parameters())
-    stacks = {} if format is None else expert_stacks(network)
-    stream = engine.arranged(weight_stream(unstacked(named, stacks), format, list(shapes)))
-    sent = SentLedger(version, format, {name: shape for name, shape in shapes.items() if "experts" not in name})
+def publish(*given, **more):
+    """As every other, experts in the format too; what is refused has faults as well."""
     try:
-        report = engine.load_weights(wire(sent.watch(stream)), format, version)
+        return vllm_engines.publish(*given, **more, everywhere=True)
     except PublishError as error:
-        return error.faults, sent, None
-    faults = compare(sent, report.received, previous)
-    faults += compare_columns(sent, engine.read_columns, exact=format is None)
-    faults += compare_receipts(sent, read_receipts(engine.read_back, list(sent.receipts())))
-    return faults, sent, report
+        return error.faults, None, None
 
 
 def probed(network, engine, format):

@@ -11,7 +11,6 @@ from tests.vllm_engines import (
     FORMATS,
     build_engine,
     checkpoint,
-    gemm_shares,
     named,
     one_step_behind,
     prompts,
@@ -25,17 +24,6 @@ pytestmark = pytest.mark.vllm
 RELOADED = ["plain reloaded", "int4_group reloaded"]  # every stream through vLLM's own reload
 O_PROJ = "model.layers.{}.self_attn.o_proj"
 NORM = "model.layers.1.input_layernorm.weight"
-
-
-@pytest.fixture
-def published(held, margin, request):
-    """What `held` gives, and at the end a line on how far the GEMM was off under the corruption, in bounds."""
-    made = []
-    yield lambda: made.append(held()) or made[-1]
-    shares = [share for state in made for share in state.shares]
-    if shares:
-        group = f"corrupted {request.node.callspec.params['held']}, GEMM off by"
-        margin(group, f"{max(shares):.2g} ({request.node.originalname.removeprefix('test_')})")
 
 
 @pytest.fixture(scope="module", params=[*FORMATS, *RELOADED])
@@ -57,11 +45,8 @@ def corrupted(state, corrupt, **options):
     def wire(stream):
         yield from corrupt(dict(stream), state.old).items()
 
-    faults, sent, _ = publish(
-        state.network, state.engine, state.format, state.version, state.previous, wire, **{"everywhere": True} | options
-    )
-    state.shares += gemm_shares(sent, state.engine, state.format).values()
-    return faults
+    given = state.network, state.engine, state.format, state.version, state.previous, wire
+    return publish(*given, **{"everywhere": True} | options)[0]
 
 
 def of_ledgers(faults):
@@ -80,16 +65,16 @@ def changed(tensors, old, suffix):
     return names
 
 
-def test_skipped_layer(published):
-    state = published()
+def test_skipped_layer(held):
+    state = held()
     faults = corrupted(state, lambda new, old: {name: t for name, t in new.items() if ".layers.1." not in name})
     skipped = {("missing", name) for name in state.old if ".layers.1." in name}
     assert skipped <= named(faults)
     assert ("missing", "model.layers.1.mlp.gate_up_proj") in named(faults)  # the engine misses it by itself, too
 
 
-def test_dropped_k_proj_is_refused_and_the_old_weights_stay(published):
-    state = published()
+def test_dropped_k_proj_is_refused_and_the_old_weights_stay(held):
+    state = held()
     layer = "model.layers.0.self_attn.q_proj"
     before = state.engine.read_columns(layer, [0, 5, 77])
     with pytest.raises(PublishError) as caught:
@@ -103,8 +88,8 @@ def test_dropped_k_proj_is_refused_and_the_old_weights_stay(published):
         state.engine.generate(prompts(1), 1, 0)
 
 
-def test_two_layers_exchanged(published):
-    state = published()
+def test_two_layers_exchanged(held):
+    state = held()
 
     def exchange(new, old):
         swapped = {}
@@ -119,8 +104,8 @@ def test_two_layers_exchanged(published):
         assert ("gemm", f"{O_PROJ.format(layer)}.weight") in faults
 
 
-def test_stale_scale(published):
-    state = published()
+def test_stale_scale(held):
+    state = held()
     if state.format is None:
         target = codes_of(O_PROJ.format(0), state.old)
         faults = corrupted(state, lambda new, old: new | {target: old[target]})
@@ -131,8 +116,8 @@ def test_stale_scale(published):
     assert ("stale", target) in named(faults)
 
 
-def test_wrong_scale(published):
-    state = published()
+def test_wrong_scale(held):
+    state = held()
     suffix = {None: ".o_proj.weight"}.get(state.format, ".o_proj.weight_scale")
     suffix = ".k_proj.weight_global_scale" if state.format and state.format.name == "nvfp4" else suffix
     target = next(name for name in state.old if name.endswith(suffix))
@@ -140,8 +125,8 @@ def test_wrong_scale(published):
     assert ("different", target) in named(faults)
 
 
-def test_wrong_version(published):
-    state = published()
+def test_wrong_version(held):
+    state = held()
     load = state.engine.load_weights
     names = ("plain_dtype", "spec", "arranged", "read_columns", "read_back", "read_receipts")
     engine = SimpleNamespace(**{name: getattr(state.engine, name) for name in names if hasattr(state.engine, name)})
@@ -151,14 +136,14 @@ def test_wrong_version(published):
     assert f"sent {state.version}, stamped {state.version - 1}" in str(faults[0])
 
 
-def test_not_finite_on_the_way(published):
-    state = published()
+def test_not_finite_on_the_way(held):
+    state = held()
     faults = corrupted(state, lambda new, old: new | {NORM: torch.full_like(new[NORM], float("nan"))})
     assert ("non_finite", NORM) in named(faults)
 
 
-def test_not_finite_at_the_sender_is_refused_and_named(published):
-    state = published()
+def test_not_finite_at_the_sender_is_refused_and_named(held):
+    state = held()
     kept = state.network.get_parameter(NORM).data.clone()
     state.network.get_parameter(NORM).data[3] = float("inf")
     with pytest.raises(ValueError, match=NORM):
@@ -168,9 +153,9 @@ def test_not_finite_at_the_sender_is_refused_and_named(published):
         state.engine.score(prompts(1))
 
 
-def test_changed_rotary_table(published, monkeypatch):
+def test_changed_rotary_table(held, monkeypatch):
     """What no publish sends is looked at with each, and after a sleep; `outcome_json` is what a server answers."""
-    state = published()
+    state = held()
     engine, name = state.engine, "model.layers.0.self_attn.rotary_emb.cos_sin_cache"
     fault, table = ("buffer", name), state.engine.live.model.get_buffer(name)
     table[1, 0] += 2**-4
@@ -187,21 +172,21 @@ def test_changed_rotary_table(published, monkeypatch):
     assert corrupted(state, lambda tensors, old: tensors) == []
 
 
-def test_prefix_cache_not_reset(published, monkeypatch):
-    state = published()
+def test_prefix_cache_not_reset(held, monkeypatch):
+    state = held()
     monkeypatch.setattr(state.engine.llm, "reset_prefix_cache", lambda **options: False)
     assert [fault.kind for fault in corrupted(state, lambda new, old: new)] == ["prefix_cache"]
 
 
-def test_wrong_dtype(published):
-    state = published()
+def test_wrong_dtype(held):
+    state = held()
     other = torch.bfloat16 if state.engine.plain_dtype == torch.float32 else torch.float32
     faults = corrupted(state, lambda new, old: new | {NORM: new[NORM].to(other)})
     assert of_ledgers(faults) == {("dtype", NORM)}
 
 
-def test_tensor_sent_twice(published):
-    state = published()
+def test_tensor_sent_twice(held):
+    state = held()
 
     def wire(stream):
         for name, tensor in stream:
@@ -213,10 +198,10 @@ def test_tensor_sent_twice(published):
     assert ("twice", NORM) in named(faults)
 
 
-def test_engine_that_does_not_take_over_what_it_repacked(published, monkeypatch):
+def test_engine_that_does_not_take_over_what_it_repacked(held, monkeypatch):
     from vllm.model_executor.model_loader.reload import layerwise
 
-    state = published()
+    state = held()
     target = state.engine.live.locate_layer(O_PROJ.format(0)).module
     copy_back = layerwise._copy_and_restore_kernel_tensors
     if state.format is None:  # plain weights are packed into a closure of the layer

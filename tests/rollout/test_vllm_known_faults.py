@@ -75,9 +75,6 @@ def test_an_adapter_over_a_tied_head_smaller_than_the_hidden_size(built):
     assert torch.allclose(engine.score(tokens)[0], expected, atol=1e-3)
 
 
-# ------------------------------------------------------------------------------------------------------------- sleep
-
-
 @pytest.mark.parametrize("name", ["plain", "int4_group", "nvfp4"])
 def test_weights_that_a_sleep_dropped_come_back_along_the_learned_routes(name, monkeypatch, built):
     from vllm.model_executor.model_loader import reload
@@ -100,9 +97,6 @@ def test_weights_that_a_sleep_dropped_come_back_along_the_learned_routes(name, m
     assert ("missing", "model.layers.1.mlp.down_proj") in named(engine.load_weights(without, format, 2).received.faults)
 
 
-# --------------------------------------------------------------------------------------------------- no false alarms
-
-
 @pytest.mark.parametrize("dtype, count", [("auto", 200), ("bf16", 25), ("fp16", 25)])
 @pytest.mark.parametrize("name", FORMATS)
 def test_two_hundred_clean_publishes_raise_no_alarm(name, dtype, count, margin, built):
@@ -122,9 +116,6 @@ def test_two_hundred_clean_publishes_raise_no_alarm(name, dtype, count, margin, 
     shown = str(engine.plain_dtype).removeprefix("torch.")
     margin(f"clean {name}, GEMM at most as a share of its bound", f"{furthest:.2f} ({count} in {shown})")
     assert alarms == []
-
-
-# ------------------------------------------------------------------------------------------------ vLLM's own faults
 
 
 def test_pages_with_nan_do_not_outlive_the_weights_that_made_them(built):

@@ -2,14 +2,13 @@
 
 import os
 import signal
-import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from lit_qrl.receipts.clock import Clock
-from lit_qrl.rollout.engine import EngineDiedError, SamplerSpec
+from lit_qrl.rollout.engine import SamplerSpec
 from lit_qrl.rollout.vllm import arguments
 from lit_qrl.rollout.vllm.client import RemoteVLLMEngine
 from lit_qrl.rollout.vllm.server import Server
@@ -125,36 +124,6 @@ def test_what_a_run_left_half_sent_is_given_up_when_the_next_comes(held):
     engine._post_part(engine._sender.pack([(faults.NORM, state.old[faults.NORM])]), state.version, Clock())
     server.open()
     assert publish(state.network, engine, None, state.version)[0] == []
-
-
-@pytest.mark.slow  # of processes that stand in: tests/rollout/vllm/test_server.py
-@pytest.mark.parametrize("what", ["/inference/v1/generate", "/update_weights"])
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_a_death_is_named_in_time_and_the_next_server_draws_the_same(emulated, monkeypatch, what, how):
-    network = tiny_network()
-    engine, post, struck = served(network, None, silence=8.0), Server.post, []
-    try:
-        publish(network, engine, None, 0)
-        expected = engine.generate(prompts(3), 2, seed=5)
-
-        def striking(one, path, *args, **query):
-            if path == what and not struck:
-                struck.append(time.monotonic())
-                os.killpg(one._process.pid, how)
-            return post(one, path, *args, **query)
-
-        monkeypatch.setattr(Server, "post", striking)
-        asked = [lambda: publish(network, engine, None, 1)] if what == "/update_weights" else []
-        asked.append(lambda: engine.generate(prompts(3), 2, seed=5))
-        with pytest.raises(EngineDiedError, match="status -9" if how == signal.SIGKILL else "does not answer"):
-            asked[0]()
-        assert time.monotonic() - struck[0] < 30
-        engine.discard()
-        engine.setup(engine.spec, engine.policy)
-        assert publish(network, engine, None, 1)[0] == []
-        assert [one.token_ids for one in engine.generate(prompts(3), 2, seed=5)] == [one.token_ids for one in expected]
-    finally:
-        engine.close()
 
 
 IN_FLIGHT = {"schedule": "async", "max_staleness": 2, "in_flight_updates": "keep"}

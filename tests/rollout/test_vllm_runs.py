@@ -6,33 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig
 
-from lit_qrl.callbacks import AQNNoise, RLCallback, TruncatedIS
+from lit_qrl.callbacks import RLCallback, TruncatedIS
 from lit_qrl.cli.main import main
-from lit_qrl.precision import NVFP4LoRA, QATAligned
 from lit_qrl.run.event_log import read_jsonl
 from tests import vllm_cpu_shim
-from tests.evaluations import Distance
 from tests.tables import csv_rows
-from tests.tiny_run import build, model_folder, parameters_of
+from tests.tiny_run import Watch, build, model_folder, parameters_of
 
 pytestmark = pytest.mark.vllm
 
 ROOT = Path(__file__).parent.parent.parent
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
-
-
-class Watch(RLCallback):
-    """Keeps per iteration: tokens, version, and the largest mismatch."""
-
-    def __init__(self):
-        self.tokens, self.versions, self.mismatch = [], [], []
-
-    def on_rollout_end(self, trainer, module, batch):
-        self.tokens.append(batch.tokens.clone())
-        self.versions += sorted(set(batch.version.tolist()))
-        self.mismatch.append(float((module.score(batch) - batch.sampler_logprobs)[batch.mask].abs().max()))
 
 
 def build_run(folder, engine=None, callbacks=(), **options):
@@ -48,65 +33,6 @@ def build_run(folder, engine=None, callbacks=(), **options):
     return trainer, module, data, watch
 
 
-def events(folder, kind):
-    return [event for event in read_jsonl(folder / "run" / "events.jsonl") if event["kind"] == kind]
-
-
-def table(folder):
-    return csv_rows(folder / "metrics.csv")
-
-
-def counted(name, original, calls):
-    def method(engine, *args):
-        calls.append(name)
-        return original(engine, *args)
-
-    method.__name__ = name
-    return method
-
-
-def test_packed_base_once_then_adapters_and_noisy_norms(tmp_path, monkeypatch):
-    from lit_qrl.rollout.vllm.engine import VLLMEngine
-
-    loads = []
-    for name in ("load_weights", "load_adapter", "perturb"):
-        monkeypatch.setattr(VLLMEngine, name, counted(name, getattr(VLLMEngine, name), loads))
-    lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
-    trainer, module, data, watch = build_run(
-        tmp_path,
-        engine={"max_lora_rank": 8},
-        callbacks=[AQNNoise(start=0.3, end=0.3, num_stages=2)],
-        format="auto",
-        policy={"lora": lora},
-        publisher={"probe_every": 1},
-        trainer={"plugins": [NVFP4LoRA()], "max_epochs": 4, "limit_val_batches": 1},
-        lr=1e-2,
-    )
-    probes = []
-    trainer.callbacks.append(Probes(probes))
-    trainer.fit(module, datamodule=data)
-    # An evaluation and an iteration each send the adapter; two iterations are noisy, and an evaluation after each not.
-    assert loads.count("load_weights") == 1
-    assert loads.count("load_adapter") == 9
-    assert loads.count("perturb") == 4
-    assert watch.versions == [0, 1, 2, 3]
-    assert max(watch.mismatch[:2]) < 1e-3
-    assert min(watch.mismatch[2:]) > 0.01
-    # The probe knows the noise: learner and engine compute with the same perturbed norms.
-    assert len(probes) == 4
-    assert max(probes) < 1e-3
-    moved = module.policy.adapter_tensors()["base_model.model.model.layers.0.mlp.up_proj.lora_B.weight"]
-    assert moved.abs().max() > 0
-
-
-class Probes(RLCallback):
-    def __init__(self, seen):
-        self.seen = seen
-
-    def on_train_epoch_end(self, trainer, pl_module):
-        self.seen.append(float(pl_module.iteration.row["publish/probe_mean"]))
-
-
 class Truncated(RLCallback):
     """Keeps the largest |log-ratio| of each rollout over the kept tokens and over the whole vocabulary."""
 
@@ -118,6 +44,8 @@ class Truncated(RLCallback):
             difference = module.score(batch) - rollout.sampler_logprobs
             found.append(float((difference * rollout.mask).abs().max()))
         self.sizes.append(int((rollout.kept >= 0).sum(dim=2).max()))
+        evaluated = module.data.engine.generate([[5, 6]], 1, seed=0, sampling=module.data.sampling)
+        assert evaluated[0].kept is None
 
 
 @pytest.mark.parametrize("truncation", [{"top_p": 0.9}, {"top_k": 5}, {"top_p": 0.7, "top_k": 8, "temperature": 1.5}])
@@ -136,24 +64,6 @@ def test_learner_and_sampler_agree_over_the_tokens_that_were_kept(tmp_path, trun
     assert min(found.whole) > 1e-2  # what the whole vocabulary would have said
     assert max(found.sizes) <= truncation.get("top_k", 10**6)
     margin(f"kept through vLLM ({truncation}), |log-ratio| at most", f"{max(found.apart):.1e}")
-
-
-def test_an_evaluation_under_an_aligned_plugin_is_of_the_quantized_policy(tmp_path):
-    """The embedded engine's rule: what is evaluated computes as the learner's own forward pass."""
-    trainer, module, data, watch = build_run(
-        tmp_path,
-        callbacks=[distance := Distance()],
-        format="auto",
-        publisher={"probe_every": 0},
-        trainer={"plugins": [QATAligned("nvfp4")], "max_epochs": 1, "limit_val_batches": 1},
-    )
-    trainer.fit(module, datamodule=data)
-    assert max(watch.mismatch) < 1e-3
-    assert len(distance.seen) == 2
-    assert max(distance.seen) < 1e-3
-
-
-# ---------------------------------------------------------------------------------------------------- deaths and faults
 
 
 def test_an_engine_that_dies_twice_is_built_again_and_the_run_is_the_same(tmp_path, monkeypatch):
@@ -182,13 +92,11 @@ def test_an_engine_that_dies_twice_is_built_again_and_the_run_is_the_same(tmp_pa
         assert watch.versions == [0, 1, 2]
     assert calls[0] > hangs
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
-    messages = [event["message"] for event in events(tmp_path / "mortal", "engine_died")]
+    told = read_jsonl(tmp_path / "mortal" / "run" / "events.jsonl")
+    messages = [event["message"] for event in told if event["kind"] == "engine_died"]
     assert len(messages) == 2
     assert "MemoryError: out of memory (restart 1 of 2)" in messages[0]
     assert "one step took longer than 20 s (restart 1 of 2)" in messages[1]
-
-
-# ------------------------------------------------------------------------------------------------------- the quickstart
 
 
 def test_the_quickstart_runs_with_vllm(tmp_path, monkeypatch):
@@ -203,7 +111,7 @@ def test_the_quickstart_runs_with_vllm(tmp_path, monkeypatch):
         "trainer.enable_progress_bar": "false",
     }
     main([*arguments, *(part for name, value in options.items() for part in (f"--{name}", str(value)))])
-    rows = [row for row in table(tmp_path) if row.get("reward/mean")]
+    rows = [row for row in csv_rows(tmp_path / "metrics.csv") if row.get("reward/mean")]
     assert len(rows) == 3
     for version, row in enumerate(rows):
         assert float(row["publish/version"]) == version

@@ -3,52 +3,32 @@
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.strategies import SingleDeviceStrategy
 from peft import LoraConfig
 
 from lit_qrl.callbacks import RLCallback
 from lit_qrl.errors import ConfigError
 from lit_qrl.precision import NVFP4LoRA
-from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.strategies import ColocatedStrategy
-from tests.tiny_run import build, parameters_of
+from tests.tiny_run import TellingEngine, build, parameters_of
 
 
-class SleepyEngine(TransformersEngine):
-    """Tells a story; forgets its weights in a sleep of level 2."""
+class SleepyEngine(TellingEngine):
+    """Forgets its weights in a sleep of level 2."""
 
     def __init__(self, sleep_level=1):
         super().__init__()
-        self.sleep_level = sleep_level
-        self.story, self.asleep, self.complete = [], False, True
+        self.sleep_level, self.asleep, self.complete = sleep_level, False, True
 
     @property
     def holds_weights(self):
         return self.complete
 
-    def _awake(self, name):
-        assert not self.asleep, f"{name} of a sleeping engine"
-        self.story.append(name)
-
-    def load_weights(self, tensors, format, version):
-        self._awake("load_weights")
-        self.complete = True
-        return super().load_weights(tensors, format, version)
-
-    def load_adapter(self, tensors, version):
-        assert self.complete
-        self._awake("load_adapter")
-        return super().load_adapter(tensors, version)
-
-    def score(self, sequences):
-        assert self.complete
-        self._awake("score")
-        return super().score(sequences)
-
-    def generate(self, *args, **options):
-        assert self.complete
-        self._awake("generate")
-        return super().generate(*args, **options)
+    def asked(self, name):
+        if name not in ("setup", "close"):
+            assert not self.asleep, f"{name} of a sleeping engine"
+            self.complete |= name == "load_weights"
+            assert self.complete
+            super().asked(name)
 
     def sleep(self):
         self.story.append("sleep")
@@ -85,7 +65,7 @@ def colocated(folder, level=1, offload=False, story=True, strategy=True, **optio
         trainer_options["strategy"] = ColocatedStrategy(offload_optimizer=offload)
     trainer, module, data = build(
         folder,
-        callbacks=[Story(engine)] if story else [],
+        callbacks=[*([Story(engine)] if story else []), *options.pop("callbacks", ())],
         trainer=trainer_options,
         publisher={"probe_every": 0, **options.pop("publisher", {})},
         **options,
@@ -125,9 +105,8 @@ def test_an_adapters_base_goes_out_again_where_the_sleep_dropped_it(tmp_path, le
     lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
     options = {"format": "auto", "policy": {"lora": lora}, "trainer": {"plugins": [NVFP4LoRA()], "max_epochs": 3}}
     _, _, engine = colocated(tmp_path, level, **options)
-    loads = [event for event in engine.story if event.startswith("load")]
     first = ["load_weights", "load_adapter"]
-    assert loads == (first * 3 if level == 2 else [*first, "load_adapter", "load_adapter"])
+    assert engine.loads == (first * 3 if level == 2 else [*first, "load_adapter", "load_adapter"])
 
 
 def test_a_kept_sampler_wakes_without_a_publish(tmp_path):
@@ -145,13 +124,8 @@ def test_optimizer_state_is_away_while_completions_are_drawn_and_the_run_is_the_
 
     ends = []
     for offload in (True, False):
-        trainer, module, data = build(
-            tmp_path / str(offload),
-            callbacks=[Where()],
-            trainer={"max_epochs": 3, "strategy": ColocatedStrategy(offload_optimizer=offload)},
-        )
-        data.engine = SleepyEngine()
-        trainer.fit(module, datamodule=data)
+        options = {"offload": offload, "callbacks": [Where()], "trainer": {"max_epochs": 3}}
+        _, module, _ = colocated(tmp_path / str(offload), story=False, **options)
         ends.append(parameters_of(module))
     assert torch.equal(*ends)
     # no state before the first step, and every gradient is gone
@@ -167,12 +141,7 @@ def test_a_checkpoint_holds_the_state_and_resumes_elsewhere(tmp_path):
     assert torch.equal(parameters_of(resumed), parameters_of(module))
 
 
-def test_it_is_lightnings_single_device_strategy_on_the_trainers_device():
-    strategy = ColocatedStrategy(offload_optimizer=True)
-    trainer = Trainer(accelerator="cpu", devices=1, strategy=strategy, logger=False)
-    assert isinstance(trainer.strategy, SingleDeviceStrategy)
-    assert trainer.strategy.root_device == torch.device("cpu")
-    assert trainer.num_devices == trainer.world_size == 1
+def test_it_is_for_one_device():
     with pytest.raises(ConfigError, match=r"shares one device.*devices: 1\. Given: 2"):
         Trainer(accelerator="cpu", devices=2, strategy=ColocatedStrategy(True), logger=False)
 

@@ -37,9 +37,6 @@ def test_processes_that_go_on_from_different_checkpoints_are_named(monkeypatch):
         Peers().on_train_start(trainer, None)
 
 
-# -------------------------------------------------------------------------------------------------------- the meeting
-
-
 def met(size, given):
     """What each of the processes, all in this one, was given in two rounds."""
     port, found = free_ports(1)[0], {}
@@ -120,9 +117,6 @@ def test_settings_are_those_that_decide_what_is_learned(tmp_path, monkeypatch):
     assert [found[name] for name in names] == ["7", 4, 3.0, "SingleDeviceStrategy"]
     assert found["data.prompts_per_iteration"] == data.prompts_per_iteration
     assert not [name for name in found if "default_root_dir" in name]
-
-
-# --------------------------------------------------------------------------------------------------------- the watch
 
 
 def connected(size):

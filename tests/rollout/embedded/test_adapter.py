@@ -3,10 +3,7 @@ import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.formats import get
 from lit_qrl.network.adapters import base_weights, check_separable
-from lit_qrl.network.linears import quantizable_linears
-from lit_qrl.network.stream import weight_stream
 from lit_qrl.precision.packed_lora import NVFP4LoRA
 from lit_qrl.receipts.ledger import PublishError
 from lit_qrl.rollout.embedded.engine import TransformersEngine
@@ -39,11 +36,10 @@ class Policy:
         return logits.log_softmax(-1).gather(1, torch.tensor(sequence[1:])[:, None])[:, 0]
 
 
-def started(policy, format=None):
+def started(policy):
     engine = TransformersEngine()
     engine.setup(SamplerSpec(sampling=SamplingParams(max_tokens=4), adapter=policy.lora), policy)
-    layers = quantizable_linears(policy.network)
-    engine.load_weights(weight_stream(base_weights(policy.network), format, layers), format, 0)
+    engine.load_weights(base_weights(policy.network), None, 0)
     return engine
 
 
@@ -75,16 +71,6 @@ def test_the_adapter_is_replaced_not_added_and_leaves_with_the_base():
     torch.testing.assert_close(engine.score(TOKENS)[0], policy.scores(TOKENS[0]), rtol=0, atol=2e-5)
     engine.load_weights(base_weights(policy.network), None, 3)
     assert torch.equal(engine.score(TOKENS)[0], base[0])
-
-
-def test_an_adapter_over_a_quantized_base():
-    policy, format = Policy(), get("int4_group", group_size=16)
-    engine = started(policy, format)
-    engine.load_adapter(policy.tensors(), 1)
-    got = engine.score(TOKENS)[0]
-    for linear in quantizable_linears(policy.network).values():
-        linear.weight.data = format.dequantize(format.quantize(linear.weight))
-    torch.testing.assert_close(got, policy.scores(TOKENS[0]), rtol=0, atol=2e-5)
 
 
 def test_what_does_not_fit_is_refused_and_the_old_adapter_stays():

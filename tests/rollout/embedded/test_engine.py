@@ -6,19 +6,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lit_qrl import formats
 from lit_qrl.errors import ConfigError
-from lit_qrl.network.adapters import merged_weights
-from lit_qrl.network.linears import quantizable_linears
 from lit_qrl.network.routing import Routing, differing
-from lit_qrl.network.stream import weight_stream
 from lit_qrl.network.structure import computed_buffers
-from lit_qrl.receipts.ledger import Constants, Fault, Ledger, compare
+from lit_qrl.receipts.ledger import Constants, Fault
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.embedded.sampling import truncate
 from lit_qrl.rollout.engine import SamplerSpec
 from lit_qrl.types import SamplingParams
 from tests.networks import build_network
 from tests.routes import build_mixture
-from tests.stacked_experts import rounded
+from tests.vllm_engines import weights_of
 
 PROMPTS = [[5, 6, 7, 8, 9], [4], [3, 3, 12], [10, 11]]
 EOS = 1
@@ -29,8 +26,7 @@ def policy_of(network):
 
 
 def publish(engine, network, format=None, version=0, change=lambda stream: stream):
-    layers = quantizable_linears(network) if format is not None else ()
-    return engine.load_weights(change(weight_stream(merged_weights(network), format, layers)), format, version)
+    return engine.load_weights(change(weights_of(network, format)), format, version)
 
 
 def engine_of(network, format=None, sampling=None, spec=(), **options):
@@ -179,53 +175,6 @@ def test_bf16_engine(network):
     assert next(network.parameters()).dtype == torch.float32
 
 
-def test_progress_counts_sequences_and_tokens(network):
-    calls = []
-    completions = engine_of(network, max_batch=8).generate(
-        PROMPTS, 4, 0, lambda done, tokens: calls.append((done, tokens))
-    )
-    assert calls == sorted(calls)
-    assert calls[-1] == (16, sum(len(completion.token_ids) for completion in completions))
-
-
-# ------------------------------------------------------------------------------------------------------------- weights
-
-
-def perturbed(network, scale, seed):
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.add_(scale * torch.randn_like(parameter))
-    return network
-
-
-def test_a_quantized_sampler_follows_every_publish():
-    network = build_network()
-    format = formats.get("int4_group", group_size=16)
-    engine = engine_of(network, format)
-    for version, scale in enumerate((0.0, 1e-3, 0.3)):
-        perturbed(network, scale, version)
-        report = publish(engine, network, format, version)
-        completions = engine.generate(PROMPTS, 4, seed=version)
-        assert {completion.version for completion in completions} == {version}
-        assert report.version == version
-        check_log_probs(rounded(None, network, format), PROMPTS, completions, 4)
-
-
-@pytest.mark.parametrize("format", [None, formats.get("fp8_tensor"), formats.get("int4_group", group_size=16)])
-def test_what_is_sent_is_what_is_held(network, format):
-    engine = TransformersEngine()
-    engine.setup(SamplerSpec(), policy_of(network))
-    sent = Ledger(3)
-    report = publish(engine, network, format, 3, sent.watch)
-    assert report.received is not None
-    assert compare(sent, report.received) == []
-    for name, tensor in weight_stream(merged_weights(network), format, quantizable_linears(network) if format else ()):
-        held = engine.read_back(name)
-        assert held.dtype == tensor.dtype
-        assert torch.equal(held.view(torch.uint8), tensor.view(torch.uint8)) if held.ndim else held == tensor
-
-
 @pytest.mark.parametrize("format", [None, formats.get("fp8_row")])
 def test_a_buffer_that_no_publish_sends_is_looked_at_with_each(network, format):
     engine = TransformersEngine()
@@ -275,7 +224,7 @@ def test_a_sampler_of_its_own_stays_at_its_version():
     network = build_network()
     engine = engine_of(network, share="never")
     before = engine.generate(PROMPTS, 2, seed=0)
-    perturbed(network, 0.1, 0)
+    network.model.norm.weight.data *= 2
     assert engine.generate(PROMPTS, 2, seed=0) == before
 
 
@@ -320,18 +269,6 @@ def test_faulty_streams_are_named_and_leave_the_engine_unusable(network, change,
     assert engine.generate(PROMPTS, 1, seed=0)[0].version == 2
 
 
-# ----------------------------------------------------------------------------------------------------------- bad input
-
-
-def test_calls_out_of_order(network):
-    engine = TransformersEngine()
-    with pytest.raises(RuntimeError, match="setup"):
-        publish(engine, network)
-    engine.setup(SamplerSpec(), policy_of(network))
-    with pytest.raises(RuntimeError, match="publish"):
-        engine.generate(PROMPTS, 1, seed=0)
-
-
 def test_prompts_and_settings_that_cannot_be_answered(network):
     engine = engine_of(network)
     with pytest.raises(ValueError, match="empty"):
@@ -345,9 +282,6 @@ def test_prompts_and_settings_that_cannot_be_answered(network):
         TransformersEngine(cache_gigabytes=0)
     with pytest.raises(ConfigError, match="top_p"):  # before any weight
         TransformersEngine().validate(SamplerSpec(sampling=SamplingParams(top_p=2.0)))
-
-
-# ----------------------------------------------------------------------------------------------------------------- GPU
 
 
 @pytest.mark.gpu
@@ -438,9 +372,6 @@ def test_rows_that_have_ended_are_handed_out_while_others_go_on(max_batch, in_sl
     assert len(handed) > (2 if in_slots else 4)  # slots are looked at every few steps
 
 
-# ------------------------------------------------------------------------------------------- the learner's autocast
-
-
 MIXED = {"compute_dtype": torch.bfloat16}
 
 
@@ -478,8 +409,7 @@ def test_rollouts_are_drawn_in_the_learners_autocast(network, cuda_graphs):
 def test_a_chosen_dtype_holds_whatever_the_caller_is_under(network, format, options, changes):
     engine = TransformersEngine(**options)
     engine.setup(SamplerSpec(sampling=SamplingParams(max_tokens=8), **changes), policy_of(network))
-    dtype = None if format is None else format.dtype
-    engine.load_weights(weight_stream(merged_weights(network), format, (), dtype), format, 0)
+    publish(engine, network, format)
     expected = engine.generate(PROMPTS, 2, seed=0)
     with torch.autocast("cpu", torch.bfloat16 if format is None else torch.float16):
         assert engine.generate(PROMPTS, 2, seed=0) == expected

@@ -73,9 +73,7 @@ def check(network, script):
 
 @pytest.mark.parametrize("late", [(), (1, 3), (0, 2, 5)])
 @pytest.mark.parametrize(
-    "config",
-    [{}, {"config_class": MistralConfig, "sliding_window": 5}],
-    ids=["full attention", "a window"],
+    "config", [{}, {"config_class": MistralConfig, "sliding_window": 5}], ids=["full attention", "a window"]
 )
 def test_what_is_kept_between_turns_changes_no_log_prob(config, late):
     network = build_network(**config)

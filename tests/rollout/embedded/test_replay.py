@@ -10,13 +10,7 @@ from lit_qrl.rollout.embedded.engine import unfit
 from lit_qrl.rollout.engine import EngineDiedError
 from lit_qrl.types import SamplingParams
 from tests.networks import build_network
-from tests.rollout.embedded.test_engine import (
-    EOS,
-    PROMPTS,
-    check_log_probs,
-    engine_of,
-    scored_apart,
-)
+from tests.rollout.embedded.test_engine import EOS, PROMPTS, check_log_probs, engine_of, scored_apart
 from tests.routes import build_mixture
 
 

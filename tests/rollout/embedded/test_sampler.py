@@ -18,6 +18,8 @@ def test_plain_weights_are_shared_and_a_change_is_noticed(kind, build):
     network, engine = build(), kind()
     assert isinstance(engine, EmbeddedSampler)
     assert isinstance(engine, TakesAdapter)
+    with pytest.raises(RuntimeError, match="setup"):
+        engine.load_weights(network.named_parameters(), None, 3)
     engine.setup(SamplerSpec(sampling=SamplingParams(max_tokens=32)), types.SimpleNamespace(network=network))
     with pytest.raises(RuntimeError, match=r"publish to it first.*default_callbacks"):
         _ = engine.network

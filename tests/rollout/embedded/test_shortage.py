@@ -41,6 +41,7 @@ def test_out_of_memory_halves_the_batch_and_draws_the_same(network, monkeypatch,
     parts = engine.generate(PROMPTS, 6, seed=3, progress=lambda done, tokens: seen.append((done, tokens)))
     assert [one.token_ids for one in parts] == [one.token_ids for one in whole]
     assert [one.finish_reason for one in parts] == [one.finish_reason for one in whole]
+    assert seen == sorted(seen)
     assert seen[-1] == (24, sum(len(one.token_ids) for one in whole))
     assert "Memory ran out while 24 sequences were decoded (2.00 GiB were asked for)" in caplog.text
     assert "going on with 12 at a time" in caplog.text

@@ -77,8 +77,7 @@ def test_a_build_for_the_other_device_is_refused(cpu, named, install, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("version", "device", "records"),
-    [("0.32.0", "CPU", False), ("0.26.0", "GPU", True), ("0.32.0", "GPU", False)],
+    ("version", "device", "records"), [("0.32.0", "CPU", False), ("0.26.0", "GPU", True), ("0.32.0", "GPU", False)]
 )
 def test_routes_are_refused_by_name_and_version(install, version, device, records, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "GPU")

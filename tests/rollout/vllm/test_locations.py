@@ -5,112 +5,12 @@ import torch
 from torch import nn
 
 from lit_qrl.receipts.checksum import slices
-from lit_qrl.rollout.vllm import locations
-from lit_qrl.rollout.vllm.locations import (
-    ExpertPlace,
-    Place,
-    copy_all,
-    lacking,
-    loaded_format,
-    whole_experts,
-)
+from lit_qrl.rollout.vllm.locations import ExpertPlace, Place, copy_all, loaded_format, whole_experts
 from tests.operations import counted
-
-
-class Fused(nn.Module):
-    output_sizes = (8, 4, 4)
-
-
-def test_parts_of_a_fused_layer_are_its_rows_in_order():
-    whole = torch.arange(16.0 * 3).view(16, 3)
-    cuts = [
-        Place("qkv", Fused(), "weight", part, ("q", "k", "v")).cut(whole, (rows, 3))
-        for part, rows in enumerate((8, 4, 4))
-    ]
-    assert torch.equal(torch.cat(cuts), whole)
-    assert cuts[1].data_ptr() == whole[8:].data_ptr()  # a view, so that the bits are the module's
-
-
-def test_parts_of_scales_go_by_their_share():
-    blocks = torch.arange(4.0).view(4, 1)  # a scale for four rows each
-    place = [Place("qkv", Fused(), "weight_scale", part, ("q", "k", "v")) for part in range(3)]
-    assert [p.cut(blocks, (rows, 1)).flatten().tolist() for p, rows in zip(place, (2, 1, 1), strict=True)] == [
-        [0, 1],
-        [2],
-        [3],
-    ]
-    three = torch.tensor([5.0, 6.0, 7.0])
-    assert [p.cut(three, ()).item() for p in place] == [5, 6, 7]
-    assert [p.cut(torch.tensor([9.0]), (1,)).item() for p in place] == [9, 9, 9]
-
-
-def test_a_padded_vocabulary_is_cut_and_a_wrong_shape_does_not_fit():
-    place = Place("embed", nn.Module(), "weight")
-    padded = torch.arange(12.0).view(6, 2)
-    assert torch.equal(place.cut(padded, (5, 2)), padded[:5])
-    assert place.cut(padded, (5, 3)) is None
-    assert place.cut(padded, (12,)).shape == (12,)
-
-
-def test_a_matrix_that_the_loader_turns_is_seen_as_it_was_sent():
-    held = torch.arange(12.0).view(4, 3)  # "out in"
-    place = Place("c_attn", nn.Module(), "weight", turned=True)
-    cut = place.cut(held, (3, 4))
-    assert torch.equal(cut, held.t())
-    cut.copy_(torch.zeros(3, 4))  # a view, along which a later publish writes
-    assert not held.any()
-    assert place.cut(held, (4, 3)) is None
-    assert torch.equal(place.cut(torch.arange(4.0), (4,)), torch.arange(4.0))
-
-
-class Sorted(nn.Module):
-    output_sizes = (8, 4, 4)  # two groups of heads with two rows each: two heads of queries, a key's, a value's
-
-
-@pytest.mark.parametrize("width", [(), (3,)], ids=["bias", "weight"])
-def test_rows_that_the_loader_sorts_are_seen_and_written_in_the_order_of_the_checkpoint(width):
-    sent = torch.arange(16.0 * (width[0] if width else 1)).view(16, *width)
-    heads = [sent[row : row + 2] for row in range(0, 16, 2)]  # q q k v, q q k v
-    held = torch.cat([heads[i] for i in (0, 1, 4, 5, 2, 6, 3, 7)])
-    place = Place("query_key_value", Sorted(), "weight", groups=2)
-    assert torch.equal(place.cut(held, sent.shape), sent)
-    memory = torch.zeros_like(held)
-    place.write(memory, sent)
-    assert torch.equal(memory, held)
-    scale = torch.tensor([5.0])
-    assert place.cut(scale, ()).item() == 5
-    place.write(scale, torch.tensor(6.0))
-    assert scale.item() == 6
-
-
-def test_what_does_not_fit_is_not_written():
-    memory = torch.zeros(4, 2)
-    Place("norm", nn.Module(), "weight").write(memory, torch.ones(4, 3))
-    assert not memory.any()
 
 
 def expert(number, part=0, beside=1, **more):
     return ExpertPlace("experts", nn.Module(), "w13_weight", part, expert=number, beside=beside, **more)
-
-
-def test_matrices_of_an_expert_lie_one_after_the_other_in_its_slice():
-    stack = torch.arange(3 * 8 * 5.0).view(3, 8, 5)  # gate and up of three experts
-    gate, up = (expert(2, 4 + part, 2).cut(stack, (4, 5)) for part in range(2))
-    assert torch.equal(torch.cat([gate, up]), stack[2])
-    assert up.data_ptr() == stack[2, 4:].data_ptr()
-    assert torch.equal(expert(1).cut(stack, (8, 5)), stack[1])
-    assert expert(3).cut(stack, (8, 5)) is None
-    assert expert(1).cut(torch.tensor(1.0), ()) is None
-    assert expert(1).cut(stack, (8, 6)) is None
-
-
-def test_padding_of_an_expert_is_cut_in_each_matrix():
-    stack = torch.arange(2 * 8 * 6.0).view(2, 8, 6)
-    cut = expert(1, 3, 2).cut(stack, (3, 5))
-    assert torch.equal(cut, stack[1, 4:7, :5])
-    cut.zero_()  # a view, along which a later publish writes
-    assert not stack[1, 4:7, :5].any()
-    assert stack[1, 7].all()
 
 
 def test_scales_of_an_expert_lie_like_its_matrices():
@@ -120,16 +20,6 @@ def test_scales_of_an_expert_lie_like_its_matrices():
     assert torch.equal(expert(1, 2, 2).cut(rows, (2, 1)), rows[1, :2])
     turned = torch.arange(2 * 3 * 8.0).view(2, 3, 8)  # "experts in out"
     assert torch.equal(expert(1, 3, 2, turned=True).cut(turned, (4, 3)), turned[1, :, 4:].t())
-
-
-def test_what_is_lacking_is_told_for_each_tensor_of_which_something_came():
-    parts = ("0.gate_proj", "0.up_proj")
-    places = [
-        Place("experts", nn.Module(), "w13_weight", 0, parts),
-        Place("experts", nn.Module(), "w2_weight", 0, ("0.down_proj",)),
-    ]
-    assert lacking(places) == ["0.up_proj"]
-    assert lacking([]) == []
 
 
 def test_experts_are_whole_when_all_came_with_all_that_came_of_any():
@@ -155,20 +45,14 @@ def made(name, **attributes):
     ("method", "scheme", "expected"),
     [
         (None, None, "bf16"),
-        (made("UnquantizedLinearMethod"), None, "bf16"),
-        (made("CompressedTensorsLinearMethod"), made("CompressedTensorsW8A8Fp8", strategy="channel"), "fp8_row"),
-        (made("CompressedTensorsLinearMethod"), made("CompressedTensorsW8A8Fp8", strategy="tensor"), "fp8_tensor"),
-        (made("Fp8LinearMethod", block_quant=True), None, "fp8_block"),
-        (made("CompressedTensorsLinearMethod"), made("CompressedTensorsWNA16", num_bits=4), "int4_group"),
         (made("CompressedTensorsLinearMethod"), made("CompressedTensorsWNA16", num_bits=8), "CompressedTensorsWNA16"),
-        (made("CompressedTensorsLinearMethod"), made("CompressedTensorsW4A16Fp4"), "nvfp4"),
         (made("CompressedTensorsW8A8Fp8MoEMethod", weight_quant=made("Args", strategy="channel")), None, "fp8_row"),
         (made("CompressedTensorsWNA16MarlinMoEMethod", weight_quant=made("Args", num_bits=4)), None, "int4_group"),
         (made("CompressedTensorsW4A4Nvfp4MoEMethod"), None, "nvfp4"),
         (made("AWQMarlinMethod"), None, "AWQMarlinMethod"),  # unknown: by its own name, never as something it is not
     ],
 )
-def test_the_format_is_read_from_the_method(method, scheme, expected):
+def test_the_format_of_experts_and_of_what_is_unknown_is_read_from_the_method(method, scheme, expected):
     module = nn.Module()
     if method is not None:
         module.quant_method = method
@@ -201,24 +85,6 @@ def test_a_part_of_several_widths_has_the_rows_of_all_of_them():
     assert torch.equal(first.cut(weight, (7, 2)), weight[:7])
     assert torch.equal(second.cut(weight, (1, 2)), weight[7:])
     assert (first.span(8), second.span(8)) == ((0, 7), (7, 8))
-
-
-@pytest.mark.parametrize(
-    ("sent", "held", "narrowed"),
-    [
-        (torch.bfloat16, torch.float32, True),
-        (torch.float16, torch.float32, True),
-        (torch.float32, torch.bfloat16, False),
-        (torch.float16, torch.bfloat16, False),
-        (torch.bfloat16, torch.bfloat16, False),
-    ],
-)
-def test_only_what_a_wider_dtype_holds_exactly_is_narrowed(sent, held, narrowed):
-    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(sent) if sent.itemsize == 2 else torch.randn(64)
-    tensor = every[every.isfinite()].to(held)
-    got = locations.narrowed(tensor, sent)
-    assert got.dtype == (sent if narrowed else held)
-    assert torch.equal(got.to(held), tensor)
 
 
 def test_whole_stacks_are_copied_at_once_and_single_tensors_where_they_belong():

@@ -2,6 +2,7 @@
 
 import dataclasses
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -62,21 +63,14 @@ def test_head_size_is_checked_before_the_engine_starts():
 
 
 def test_a_model_whose_code_cannot_be_imported_names_the_package(monkeypatch):
-    def fail(name):
-        raise ModuleNotFoundError("No module named 'torchvision'", name="torchvision")
-
-    monkeypatch.setattr(vllm_models, "_class_of", fail)
-    with pytest.raises(ConfigError, match=r"cannot load it here: No module named 'torchvision'.*Install torchvision"):
-        vllm_models.check_model(build_network(head_dim=32))
-
-
-def test_a_package_that_was_built_for_another_torch_is_named(monkeypatch):
-    def fail(name):
-        raise RuntimeError("operator torchvision::nms does not exist")
-
-    monkeypatch.setattr(vllm_models, "_class_of", fail)
-    with pytest.raises(ConfigError, match=r"torchvision::nms does not exist\. Expected: .* built for the torch"):
-        vllm_models.check_model(build_network(head_dim=32))
+    absent = ModuleNotFoundError("No module named 'torchvision'", name="torchvision")
+    for error, said in (
+        (absent, r"cannot load it here: No module named 'torchvision'.*Install torchvision"),
+        (RuntimeError("operator torchvision::nms is gone"), r"nms is gone\. Expected: .* built for the torch"),
+    ):
+        monkeypatch.setattr(vllm_models, "_class_of", Mock(side_effect=error))
+        with pytest.raises(ConfigError, match=said):
+            vllm_models.check_model(build_network(head_dim=32))
 
 
 def test_a_norm_that_vllm_computes_by_groups_is_named():
@@ -109,11 +103,8 @@ def test_latent_attention_of_another_size_than_the_kernels_is_named():
 
 
 def test_models_with_a_state_are_known_by_their_class():
-    assert [vllm_models.recurrent(name) for name in ("Mamba2ForCausalLM", "Lfm2ForCausalLM", "Qwen3ForCausalLM")] == [
-        True,
-        True,
-        False,
-    ]
+    kinds = ("Mamba2ForCausalLM", "Lfm2ForCausalLM", "Qwen3ForCausalLM")
+    assert [vllm_models.recurrent(name) for name in kinds] == [True, True, False]
 
 
 def test_what_vllm_says_of_a_first_engine_is_one_paragraph():
@@ -121,9 +112,8 @@ def test_what_vllm_says_of_a_first_engine_is_one_paragraph():
     found = vllm_models.refused_model(network, KeyError("factor"))
     assert isinstance(found, ConfigError)
     assert "does not build an engine of GptOssForCausalLM with these arguments: KeyError: 'factor'" in str(found)
-    assert isinstance(
-        vllm_models.refused_model(network, AmbiguousGlobalPerLayerAttributeError("head_dim")), ConfigError
-    )
+    ambiguous = AmbiguousGlobalPerLayerAttributeError("head_dim")
+    assert isinstance(vllm_models.refused_model(network, ambiguous), ConfigError)
     memory = RuntimeError("out of memory")
     assert vllm_models.refused_model(network, memory) is memory
     assert str(found).endswith("or use TransformersEngine.")

@@ -5,9 +5,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from lit_qrl.network.names import stored
 from lit_qrl.rollout.vllm.locations import Naming
-from tests.families.configs import BY_TYPE, random_network
 
 
 class Mapper:
@@ -86,16 +84,3 @@ def test_what_a_loader_rewrites_is_known():
     turning = nn.Module()
     turning.permute_qk_weight_for_rotary = None
     assert [Naming(turning).rewrites(f"layers.0.{leaf}", None) for leaf in ("q_proj", "v_proj")] == [True, False]
-
-
-def test_stacked_experts_have_the_names_of_the_hub():
-    network = random_network(BY_TYPE["qwen3_moe"])
-    name = "model.layers.0.mlp.experts.gate_up_proj"
-    tensor = network.get_parameter(name).detach()
-    made = dict(stored(network, name, tensor))
-    assert made.keys() == {
-        f"model.layers.0.mlp.experts.{i}.{part}.weight" for i in range(4) for part in ("gate_proj", "up_proj")
-    }
-    up = made["model.layers.0.mlp.experts.3.up_proj.weight"]
-    assert torch.equal(up, tensor[3, tensor.shape[1] // 2 :])
-    assert dict(stored(network, "model.norm.weight", tensor)).keys() == {"model.norm.weight"}

@@ -9,7 +9,6 @@ from torch import distributed
 from lit_qrl import formats
 from lit_qrl.errors import ConfigError
 from lit_qrl.rollout.engine import Learners, SamplerSpec
-from lit_qrl.rollout.vllm.client import RemoteVLLMEngine
 from lit_qrl.rollout.vllm.engine import VLLMEngine
 from lit_qrl.rollout.vllm.locations import Place
 from lit_qrl.rollout.vllm.parallel import check, check_model, joined, own_part
@@ -33,7 +32,6 @@ def test_one_process_by_itself_needs_nothing():
         (0, spec(2, 2), {}, "at least 1"),
         (2, spec(1, 1), {}, r"multiple of 2 processes on each host \(trainer\.devices\)\. Given: 1 of 1"),
         (4, spec(2, 4), {}, "Given: 2 of 4"),  # an engine does not span hosts
-        (2, spec(2, 2), {"max_lora_rank": 8}, "Given: max_lora_rank: 8"),
         (2, spec(2, 2, routes=True), {}, "RouterReplay"),
     ],
 )
@@ -54,11 +52,6 @@ def test_what_an_engine_of_several_processes_cannot_be_is_refused(size, given, s
 def test_what_needs_an_engine_whole_is_refused_beside_several_processes(option, named):
     with pytest.raises(ConfigError, match=f"holds a part of each matrix.*Given: {named}"):
         VLLMEngine(tensor_parallel_size=2, **option).validate(spec(2, 2))
-
-
-def test_an_engine_of_several_processes_is_none_of_another_process():
-    with pytest.raises(ConfigError, match=r"does not know or say tensor_parallel_size"):
-        RemoteVLLMEngine(tensor_parallel_size=2)
 
 
 @pytest.mark.vllm

@@ -87,11 +87,7 @@ def test_what_is_gone_is_an_error_that_names_patch_symbol_and_version_and_nothin
 def test_those_are_made_that_the_installed_version_needs(fake, install, monkeypatch):
     made = []
     module = fake("vllm.part", count=lambda: 1)
-    mine = (
-        patch("count"),
-        patch("gone", "mended", fixed="0.32"),
-        patch("gone", "of_a_gpu", device="cuda"),
-    )
+    mine = (patch("count"), patch("gone", "mended", fixed="0.32"), patch("gone", "of_a_gpu", device="cuda"))
     monkeypatch.setattr(patches, "PATCHES", mine)
     monkeypatch.setattr(installation, "check_plugin", made.append)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

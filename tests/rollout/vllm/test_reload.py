@@ -1,50 +1,11 @@
-"""The bracket, on a stand-in for vLLM's reload; whole engines: test_fast_load.py."""
+"""Kernels of experts over a reload, with stand-ins for vLLM's; whole engines: test_fast_load.py, tests/families."""
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from lit_qrl.rollout.vllm.live_model import register_head_bias, reloading, same_kernel
-
-
-def test_the_view_of_a_convolution_that_was_packed_elsewhere_follows(fake):
-    for name in ("vllm", "vllm.model_executor"):
-        fake(name)
-    fake("vllm.config", set_current_vllm_config=lambda config: nullcontext())
-    nothing = SimpleNamespace(initialize_layerwise_reload=id, finalize_layerwise_reload=lambda model, config: None)
-    fake("vllm.model_executor.model_loader", reload=nothing)
-    model = torch.nn.Module()
-    model.mixer, model.other = torch.nn.Module(), torch.nn.Module()
-    for mixer in (model.mixer, model.other):
-        mixer.conv1d = torch.nn.Conv1d(3, 3, 4, groups=3)
-        mixer.register_buffer("conv_weights", torch.zeros(3, 4))
-    with torch.no_grad(), reloading(model, SimpleNamespace(model_config="closed")):
-        model.mixer.conv1d._cpu_unpacked_conv_weight = sent = torch.randn(3, 4)
-    assert torch.equal(model.mixer.conv_weights, sent)
-    assert not model.other.conv_weights.any()
-
-
-class Head(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(4, 2))
-        self.register_parameter("bias", None)
-
-    def _register_bias(self):
-        self.bias = torch.nn.Parameter(torch.empty(4))
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_a_head_has_its_bias_before_the_first_reload(bias):
-    model = torch.nn.ModuleDict({"head": Head(), "norm": torch.nn.LayerNorm(2)})
-    network = SimpleNamespace(get_output_embeddings=lambda: torch.nn.Linear(2, 4, bias=bias))
-    register_head_bias(model, network)
-    kept = model["head"].bias
-    assert (kept is not None) == bias
-    register_head_bias(model, network)
-    assert model["head"].bias is kept
+from lit_qrl.rollout.vllm.live_model import same_kernel
 
 
 def experts_of(scale, alphas):

@@ -6,25 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from lit_qrl.data.environment import MultiTurnTask
 from lit_qrl.loop.turns import Conversations
-from lit_qrl.rollout.vllm.requests import (
-    SEED_RANGE,
-    Asked,
-    Routed,
-    answer,
-    check_lengths,
-    request_seed,
-)
+from lit_qrl.rollout.vllm.requests import SEED_RANGE, Routed, check_lengths, completion, request_seed
 from lit_qrl.types import SamplingParams
-from tests.vllm_engines import (
-    COMPLETION_LIMIT,
-    VOCABULARY,
-    prompts,
-    publish,
-    reference_logprobs,
-    tiny_network,
-)
+from tests.loop.test_turns import Echo
+from tests.vllm_engines import COMPLETION_LIMIT, VOCABULARY, prompts, publish, reference_logprobs, tiny_network
 
 
 def test_an_empty_prompt_is_refused_and_no_prompt_is_fine():
@@ -42,12 +28,8 @@ def test_every_completion_has_a_seed_of_its_own_in_range():
 
 @pytest.mark.parametrize(("reason", "expected"), [("stop", "stop"), ("length", "length"), ("abort", "length")])
 def test_a_completion_is_read_with_its_version(reason, expected):
-    drawn = SimpleNamespace(
-        token_ids=(4, 5),
-        logprobs=SimpleNamespace(logprobs=[-0.5, -1.0]),
-        finish_reason=reason,
-    )
-    got = answer(Asked(0, [3], SamplingParams()), SimpleNamespace(outputs=[drawn]), 7)
+    drawn = SimpleNamespace(token_ids=(4, 5), logprobs=SimpleNamespace(logprobs=[-0.5, -1.0]), finish_reason=reason)
+    got = completion(SimpleNamespace(outputs=[drawn]), 7)
     assert (got.token_ids, got.logprobs, got.finish_reason, got.version) == ([4, 5], [-0.5, -1.0], expected, 7)
     assert got.routed_experts is None
 
@@ -84,30 +66,6 @@ def test_numbers_of_many_experts_take_two_bytes():
     assert got[:, 0].tolist() == [[255, 0], [32767, 32767]]
 
 
-class Counting(MultiTurnTask):
-    """Three answers to each row; every message is one token."""
-
-    processes = False
-
-    def train_rows(self):
-        return [{}]
-
-    evaluation_rows = train_rows
-
-    def prompt(self, row):
-        return ""
-
-    def start(self, row):
-        return []
-
-    def finish(self, state):
-        return float(len(state))
-
-    def reply(self, state, answer):
-        state.append(answer)
-        return "more" if len(state) < 3 else None
-
-
 @pytest.mark.vllm
 def test_turns_of_many_conversations_interleave_and_are_scored_over_the_whole_sequence(built):
     network = tiny_network()
@@ -117,7 +75,9 @@ def test_turns_of_many_conversations_interleave_and_are_scored_over_the_whole_se
     starts = prompts(count=6, length=20)
     drawn = []
     for _ in range(2):
-        with Conversations(Counting(), [{}] * 6, starts, lambda said: [7], str, COMPLETION_LIMIT, seed=3) as talks:
+        with Conversations(
+            Echo(), [{"says": ["", ""]}] * 6, starts, lambda said: [7], str, COMPLETION_LIMIT, seed=3
+        ) as talks:
             engine.converse(talks, sampling)
         drawn.append(talks.completions())
     first, again = drawn

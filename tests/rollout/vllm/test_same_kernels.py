@@ -24,6 +24,8 @@ from lit_qrl.rollout.vllm import patches, same_kernels
 from lit_qrl.rollout.vllm.engine import VLLMEngine
 from tests.triton_interpreter import run_interpreted
 
+FLASHINFER = {"engine_args": {"attention_backend": "FLASHINFER"}}
+
 
 @pytest.fixture(autouse=True)
 def inactive(monkeypatch):
@@ -86,10 +88,7 @@ def test_the_norm_is_the_formula_and_a_row_does_not_depend_on_others():
 
 @pytest.mark.parametrize(
     ("available", "options", "expected"),
-    [
-        (False, {}, "compute capability 9.0"),
-        (True, {"engine_args": {"attention_backend": "FLASHINFER"}}, "attention_backend left out"),
-    ],
+    [(False, {}, "compute capability 9.0"), (True, FLASHINFER, "attention_backend left out")],
 )
 def test_what_computes_otherwise_is_refused(hopper, available, options, expected):
     hopper.setattr(torch.cuda, "is_available", lambda: available)
@@ -122,7 +121,7 @@ def test_the_exact_mode_is_had_with_the_formats_whose_products_it_has(hopper):
         ({"format": Int8Channel()}, "int8_channel on a GPU was not seen.*Given: int8_channel"),
         ({"max_lora_rank": 8}, "max_lora_rank: 0, one of 0, 8, 16.*Given: 8"),
         ({"rank": 20, "max_lora_rank": 32}, "max_lora_rank: 20, one of 0, 8, 16.*Given: 32"),
-        ({"engine_args": {"attention_backend": "FLASHINFER"}}, "attention_backend left out.*Given: .*FLASHINFER"),
+        (FLASHINFER, "attention_backend left out.*Given: .*FLASHINFER"),
         ({"engine_args": {"compilation_config": {"mode": 3}}}, "compilation_config left out"),
     ],
 )
@@ -299,11 +298,7 @@ def test_it_is_chosen_where_an_aligned_format_quantizes_activations(caplog, aske
         ({"tensor_parallel_size": 2}, False, "cannot be had, each process of tensor_parallel_size"),
         ({"batch_invariant": True}, False, "on, as batch_invariant asks"),
         ({"same_kernels": False}, False, "off, as it is set"),
-        (
-            {"engine_args": {"attention_backend": "FLASHINFER"}},
-            False,
-            "cannot be had, An argument of data.engine.engine_args",
-        ),
+        (FLASHINFER, False, "cannot be had, An argument of data.engine.engine_args"),
     ],
 )
 def test_it_is_foretold_without_a_gpu(options, apart, told):

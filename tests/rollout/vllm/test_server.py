@@ -10,57 +10,39 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-import tests
 from lit_qrl.errors import ConfigError
 from lit_qrl.loop.turns import Conversations
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.engine import EngineDiedError, Learners, Pauses, SamplerSpec
 from lit_qrl.rollout.vllm import client, guard, server, ways
 from lit_qrl.rollout.vllm.addresses import Address, addresses, read_key
-from lit_qrl.rollout.vllm.base import VLLM
-from lit_qrl.rollout.vllm.client import (
-    RemoteVLLMEngine,
-    between,
-    completion_of,
-    ledger_of,
-)
+from lit_qrl.rollout.vllm.client import RemoteVLLMEngine, between, completion_of, ledger_of
 from lit_qrl.rollout.vllm.installation import versions
 from lit_qrl.rollout.vllm.server import Server
 from lit_qrl.types import SamplingParams
-from tests.rollout.vllm.test_requests import Counting
+from tests import served_stand_in
+from tests.loop.test_turns import Echo
 from tests.vllm_engines import tiny_network
 
 KEY = "between these two"
-STAND_IN = Path(tests.__file__).parent / "served_stand_in.py"
 
 
 @contextmanager
 def standing_in(answer):
     """Give the address of a server; `answer` gets a path and a body, and returns a status and what JSON says."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.reply(200, {})
+    class Handler(served_stand_in.Handler):
+        key = KEY
 
-        def do_POST(self):
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            known = self.headers.get("Authorization") == f"Bearer {KEY}"
-            self.reply(*(answer(self.path, json.loads(body or "null")) if known else (401, {})))
-
-        def reply(self, status, said):
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(json.dumps(said).encode())
-
-        def log_message(self, *args):
-            pass
+        def answered(self, body):
+            return answer(self.path, body)
 
     held = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     held.daemon_threads = True
@@ -212,7 +194,13 @@ def test_a_completion_says_which_weights_drew_it_where_the_server_does():
 
 
 @pytest.mark.parametrize(
-    ("options", "named"), [({"sleep_level": 1}, "sleep_level"), ({"batch_invariant": True}, "batch_invariant")]
+    ("options", "named"),
+    [
+        ({"sleep_level": 1}, "does not know or say sleep_level"),
+        ({"batch_invariant": True}, "does not know or say batch_invariant"),
+        ({"tensor_parallel_size": 2}, "does not know or say tensor_parallel_size"),
+        ({"hosts": ["node:1"], "transfer": "ipc"}, "CUDA handles of another host"),
+    ],
 )
 def test_what_the_server_does_not_do_is_refused_by_name(options, named):
     with pytest.raises(ConfigError, match=named):
@@ -222,11 +210,6 @@ def test_what_the_server_does_not_do_is_refused_by_name(options, named):
 def test_it_stands_still_between_two_steps_as_no_engine_of_this_process_does():
     assert isinstance(RemoteVLLMEngine(), Pauses)
     assert not isinstance(TransformersEngine(), Pauses)
-
-
-def test_handles_of_a_gpu_are_of_one_host():
-    with pytest.raises(ConfigError, match="CUDA handles of another host"):
-        RemoteVLLMEngine(hosts=["node:1"], transfer="ipc")
 
 
 def test_addresses_and_their_key(tmp_path, caplog):
@@ -309,7 +292,7 @@ def test_a_server_that_did_not_start_says_what_its_engine_said(tmp_path):
 @pytest.fixture
 def served(monkeypatch):
     """An engine over processes that speak as vLLM's server does, and what they are asked: paths, newest last."""
-    monkeypatch.setattr(server, "command", lambda: [sys.executable, str(STAND_IN)])
+    monkeypatch.setattr(server, "command", lambda: [sys.executable, served_stand_in.__file__])
     monkeypatch.setenv("STAND_IN_VERSIONS", json.dumps(versions()))
     monkeypatch.setattr(server, "BEAT", 0.1)
     network, asked, made = tiny_network(), [], []
@@ -372,7 +355,9 @@ def test_turns_are_drawn_by_servers_and_a_death_ends_the_dialogue(served):
     served.publish(engine, 0)
 
     def talked():
-        with Conversations(Counting(), [{}] * 4, [[5], [6, 7], [8], [9]], lambda said: [7], str, 5, seed=3) as talks:
+        with Conversations(
+            Echo(), [{"says": ["", ""]}] * 4, [[5], [6, 7], [8], [9]], lambda said: [7], str, 5, seed=3
+        ) as talks:
             engine.converse(talks)
         return [one.token_ids for one in talks.completions()]
 

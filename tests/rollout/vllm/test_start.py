@@ -9,11 +9,14 @@ from lit_qrl.rollout.engine import EngineDiedError
 from lit_qrl.rollout.vllm import process as vllm_start
 from tests.vllm_engines import build_engine, disagreement, publish, tiny_network
 
+WORKER = "vllm.v1.worker"
+RUNNER = f"{WORKER}.gpu_model_runner.GPUModelRunner.initialize_kv_cache"
+GROUPS = "ensure_model_parallel_initialized"
 WHERE = {
-    "before any process group": ("vllm.v1.worker.cpu_worker", "CPUWorker.init_device"),
-    "between two process groups": ("vllm.distributed.parallel_state", "ensure_model_parallel_initialized"),
-    "while the model is made": ("vllm.model_executor.model_loader.dummy_loader", "DummyModelLoader.load_weights"),
-    "while the cache is made": ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.initialize_kv_cache"),
+    "before any process group": [f"{WORKER}.cpu_worker.CPUWorker.init_device"],
+    "between two process groups": [f"vllm.distributed.parallel_state.{GROUPS}", f"{WORKER}.gpu_worker.{GROUPS}"],
+    "while the model is made": ["vllm.model_executor.model_loader.dummy_loader.DummyModelLoader.load_weights"],
+    "while the cache is made": [RUNNER],
 }
 
 
@@ -48,15 +51,14 @@ def failing(held):
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("where", WHERE)
-def test_a_failed_start_leaves_the_process_as_it_was(where, monkeypatch, built):
-    module, name = WHERE[where]
-    network, held = tiny_network(), []
+def test_a_failed_start_leaves_the_process_as_it_was(where, monkeypatch, tmp_path, built):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # other processes have folders in the usual one
+    network, held, places = tiny_network(), [], WHERE[where]
     engine = built(network)
     before, generator = state(), torch.get_rng_state()
     with monkeypatch.context() as patch:
-        patch.setattr(f"{module}.{name}", failing(held))
-        if name == "ensure_model_parallel_initialized":
-            patch.setattr(f"vllm.v1.worker.gpu_worker.{name}", failing(held))
+        for place in places:
+            patch.setattr(place, failing(held))
         with pytest.raises(RuntimeError, match="it cannot start"):
             publish(network, engine, None, 0)
     assert state() == before
@@ -67,9 +69,8 @@ def test_a_failed_start_leaves_the_process_as_it_was(where, monkeypatch, built):
     assert disagreement(network, engine) < 1e-4
     engine.close()
     with monkeypatch.context() as patch:  # an engine that once ran died when it does not start again
-        patch.setattr(f"{module}.{name}", failing(held))
-        if name == "ensure_model_parallel_initialized":
-            patch.setattr(f"vllm.v1.worker.gpu_worker.{name}", failing(held))
+        for place in places:
+            patch.setattr(place, failing(held))
         with pytest.raises(EngineDiedError, match="did not start again: RuntimeError: it cannot start"):
             publish(network, engine, None, 2)
 
@@ -81,7 +82,7 @@ def test_a_group_that_was_there_before_stays(monkeypatch, tmp_path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         with monkeypatch.context() as patch:
-            patch.setattr("vllm.v1.worker.gpu_model_runner.GPUModelRunner.initialize_kv_cache", failing([]))
+            patch.setattr(RUNNER, failing([]))
             with pytest.raises(RuntimeError, match="it cannot start"):
                 publish(network, engine, None, 0)
         assert torch.distributed.is_initialized()
@@ -91,3 +92,46 @@ def test_a_group_that_was_there_before_stays(monkeypatch, tmp_path):
     finally:
         vllm_start.leave_groups(owns_process_group=True)
     assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.vllm
+def test_an_engine_that_runs_is_left_alone(monkeypatch, built):
+    network = tiny_network()
+    first, second = built(network), built(network)
+    publish(network, first, None, 0)
+    groups = sorted(vllm_start._groups())
+    with monkeypatch.context() as patch:
+        patch.setattr(RUNNER, failing([]))
+        with pytest.raises(RuntimeError, match="it cannot start"):
+            publish(network, second, None, 0)
+    assert sorted(vllm_start._groups()) == groups
+    assert disagreement(network, first) < 1e-4
+
+
+def raise_with_local(error):
+    local = "still here"
+    assert local
+    raise error
+
+
+def start_and_fail(removed):
+    with vllm_start.undone_on_failure(lambda: removed.append(True)):
+        os.environ["LIT_QRL_KEPT"], os.environ["LIT_QRL_NEW"] = "changed", "new"
+        raise_with_local(ValueError("no"))
+
+
+def test_environment_and_folder_come_back_and_what_the_caller_handles_stays(monkeypatch):
+    monkeypatch.setenv("LIT_QRL_KEPT", "as it was")
+    removed, handled, failed = [], KeyError(), None
+    try:
+        raise_with_local(handled)
+    except KeyError:
+        try:
+            start_and_fail(removed)
+        except ValueError as error:
+            failed = error.__traceback__
+    assert os.environ["LIT_QRL_KEPT"] == "as it was"
+    assert "LIT_QRL_NEW" not in os.environ
+    assert removed == [True]
+    assert handled.__traceback__.tb_next.tb_frame.f_locals["local"] == "still here"
+    assert failed.tb_next.tb_next.tb_frame.f_locals == {}

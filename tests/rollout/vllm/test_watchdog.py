@@ -10,13 +10,6 @@ from lit_qrl.rollout.vllm.watchdog import EXIT_HUNG, Watchdog
 from tests.forked import run_each
 
 
-def test_a_step_that_sleeps_for_ever_is_interrupted():
-    begun = time.monotonic()
-    with pytest.raises(TimeoutError, match=r"one step took longer than 0\.2 s"), Watchdog(0.2):
-        time.sleep(60)
-    assert time.monotonic() - begun < 30
-
-
 def test_a_lock_and_a_busy_loop_are_interrupted_too():
     lock = threading.Lock()
     lock.acquire()

@@ -32,39 +32,56 @@ def kernel(weight, size_k, size_n):
     return torch.stack(rows)
 
 
-def of_integers(launches, ordered):
-    """vLLM's loop: that of 0.26 has an order of inputs, that of 0.32 none."""
+def vllms(launches, floats, ordered):
+    """vLLM's loop over experts, of integers or of floats: that of 0.26 has an order of inputs, that of 0.32 none."""
 
-    def repack(b_q_weight, size_k, size_n):
-        out = torch.empty((len(b_q_weight), size_k // 16, size_n * 2), dtype=torch.int32)
-        for expert, weight in enumerate(b_q_weight):
+    def repack(weight, size_k, size_n):
+        out = []
+        for expert, one in enumerate(weight):
             launches.append(expert)
-            out[expert] = kernel(weight, size_k, size_n)
-        return out
+            out.append(kernel(one.view(torch.int32).T.contiguous() if floats else one, size_k, size_n))
+        return torch.stack(out)
 
-    def gptq_marlin_moe_repack_26(b_q_weight, perm, size_k, size_n, num_bits, is_a_8bit=False):
-        assert len(perm) == len(b_q_weight) or perm.numel() == 0
+    def integers_26(b_q_weight, perm, size_k, size_n, num_bits, is_a_8bit=False):
         return repack(b_q_weight, size_k, size_n)
 
-    def gptq_marlin_moe_repack_32(b_q_weight, size_k, size_n, num_bits, is_a_8bit=False):
+    def integers_32(b_q_weight, size_k, size_n, num_bits, is_a_8bit=False):
         return repack(b_q_weight, size_k, size_n)
 
-    return gptq_marlin_moe_repack_26 if ordered else gptq_marlin_moe_repack_32
+    def floats_26(weight, size_n, size_k, perm, is_a_8bit):
+        return repack(weight, size_k, size_n)
+
+    def floats_32(weight, size_n, size_k, is_a_8bit):
+        return repack(weight, size_k, size_n)
+
+    return ((integers_32, integers_26), (floats_32, floats_26))[floats][ordered]
 
 
 def some_codes(*shape):
     return torch.randint(-(2**31), 2**31, shape, generator=torch.Generator().manual_seed(1)).to(torch.int32)
 
 
+def arguments(floats, ordered, experts, inputs, outputs, device="cpu"):
+    """What vLLM's loop and ours are given."""
+    order = [torch.empty(0 if floats else (experts, 0), dtype=torch.int32, device=device)] * ordered
+    if floats:
+        weight = some_codes(experts, outputs, inputs // 8).to(device).view(torch.uint8)
+        return weight, outputs, inputs, *order, False
+    return some_codes(experts, inputs // 8, outputs).to(device), *order, inputs, outputs, 4
+
+
+def at_once(floats):
+    return loading.floats_at_once if floats else loading.integers_at_once
+
+
+@pytest.mark.parametrize("floats", [False, True], ids=["integers", "floats"])
 @pytest.mark.parametrize("ordered", [True, False], ids=["0.26", "0.32"])
-def test_integers_are_repacked_in_one_launch(ordered):
+def test_a_stack_is_repacked_in_one_launch(floats, ordered):
     launches = []
-    original = of_integers(launches, ordered)
-    weight = some_codes(EXPERTS, INPUTS // 8, OUTPUTS)
-    order = [torch.empty(EXPERTS, 0, dtype=torch.int32)] if ordered else []
-    expected = original(weight, *order, INPUTS, OUTPUTS, 4)
+    original, given = vllms(launches, floats, ordered), arguments(floats, ordered, EXPERTS, INPUTS, OUTPUTS)
+    expected = original(*given)
     del launches[:]
-    made = loading.integers_at_once(original)(weight, *order, INPUTS, OUTPUTS, 4, is_a_8bit=False)
+    made = at_once(floats)(original)(*given)
     assert torch.equal(made, expected)
     assert made.is_contiguous()
     assert launches == [0]
@@ -72,36 +89,10 @@ def test_integers_are_repacked_in_one_launch(ordered):
 
 def test_experts_with_an_order_of_inputs_each_go_one_by_one():
     launches = []
-    original = of_integers(launches, ordered=True)
+    original = vllms(launches, floats=False, ordered=True)
     weight, order = some_codes(EXPERTS, INPUTS // 8, OUTPUTS), torch.arange(INPUTS).expand(EXPERTS, -1)
     loading.integers_at_once(original)(weight, order, INPUTS, OUTPUTS, 4)
     assert launches == [0, 1, 2]
-
-
-@pytest.mark.parametrize("ordered", [True, False], ids=["0.26", "0.32"])
-def test_floats_are_repacked_in_one_launch(ordered):
-    launches = []
-
-    def repack(weight, size_n, size_k):
-        out = []
-        for expert, one in enumerate(weight):
-            launches.append(expert)
-            out.append(kernel(one.view(torch.int32).T.contiguous(), size_k, size_n))
-        return torch.stack(out)
-
-    def repack_26(weight, size_n, size_k, perm, is_a_8bit):
-        return repack(weight, size_n, size_k)
-
-    def repack_32(weight, size_n, size_k, is_a_8bit):
-        return repack(weight, size_n, size_k)
-
-    original, order = (repack_26, [torch.empty(0, dtype=torch.int32)]) if ordered else (repack_32, [])
-    weight = some_codes(EXPERTS, OUTPUTS, INPUTS // 8).view(torch.uint8)
-    expected = original(weight, OUTPUTS, INPUTS, *order, False)
-    del launches[:]
-    made = loading.floats_at_once(original)(weight, OUTPUTS, INPUTS, *order, False)
-    assert torch.equal(made, expected)
-    assert launches == [0]
 
 
 @pytest.mark.vllm
@@ -140,15 +131,8 @@ def test_the_gpus_kernel_knows_no_expert(floats):
     owner, name = (marlin_utils_fp4, "_repack_marlin_experts") if floats else (ops, "gptq_marlin_moe_repack")
     made = getattr(owner, name)
     original = getattr(made, "lit_qrl_original", made)
-    changed = (loading.floats_at_once if floats else loading.integers_at_once)(original)
-    order = [torch.empty(0 if floats else (8, 0), dtype=torch.int32, device="cuda")]
-    order = order if "perm" in signature(original).parameters else []
-    if floats:
-        weight = some_codes(8, 768, 2048 // 8).cuda().view(torch.uint8)
-        given = (weight, 768, 2048, *order, False)
-    else:
-        given = (some_codes(8, 2048 // 8, 768).cuda(), *order, 2048, 768, 4)
-    assert torch.equal(changed(*given), original(*given))
+    given = arguments(floats, "perm" in signature(original).parameters, 8, 2048, 768, "cuda")
+    assert torch.equal(at_once(floats)(original)(*given), original(*given))
 
 
 UTILS = "vllm.model_executor.layers.quantization.utils.marlin_utils"
