@@ -33,7 +33,7 @@ def test_vllm_reads_the_folder(name, source, tmp_path):
     skip_without_kernel(format)
     generator = torch.Generator().manual_seed(0)
     quantize_checkpoint(source, tmp_path / "out", format, shard_bytes=300_000)
-    with undone_on_failure(), kept_process_state():  # vLLM takes `torch.set_num_threads` away
+    with undone_on_failure(lambda: None), kept_process_state():  # vLLM takes `torch.set_num_threads` away
         llm = LLM(
             str(tmp_path / "out"),
             skip_tokenizer_init=True,

@@ -101,9 +101,11 @@ class VLLMEngine(VLLM):
         if self.policy is None or self.plain_dtype is None:
             raise RuntimeError("The engine has no policy yet: call setup() before load_weights().")
         self.format = format
-        with undone_on_failure() as self._owns_process_group:
+        owns_process_group = not torch.distributed.is_initialized()
+        with undone_on_failure(self._remove_folder):
             self._build(format, self.policy, self.plain_dtype)
-        if self._owns_process_group:  # of this one process, at which Lightning advises to reduce every metric over it
+        self._owns_process_group = owns_process_group
+        if owns_process_group:  # of this one process, at which Lightning advises to reduce every metric over it
             warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
         self._started = True
         live: LiveModel = self.llm.collective_rpc("connect", args=(self.policy.network, self.draws_together))[0]

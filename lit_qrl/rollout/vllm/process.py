@@ -6,7 +6,7 @@ import os
 import random
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -144,43 +144,66 @@ def compilation(quick_start: bool | Literal["auto"], decode_steps: int) -> dict[
 
 
 @contextmanager
-def undone_on_failure() -> Iterator[bool]:
-    """Take back on an exception what vLLM's start has made: process groups, and memory.
-
-    Yield whether torch's own group will be among them.
+def undone_on_failure(remove_folder: Callable[[], None]) -> Iterator[None]:
+    """Take back on an exception what vLLM's start has changed: environment, process groups, memory, and its folder.
 
     Generators and `torch.set_num_threads` are restored in any case, by `process.kept_process_state`.
     """
-    owns_process_group = not distributed.is_initialized()
+    environment, owns_process_group = dict(os.environ), not torch.distributed.is_initialized()
+    groups = _groups()  # those of an engine that runs already
+    handled = sys.exception()
     try:
-        yield owns_process_group
+        yield
     except BaseException as error:
-        came: BaseException | None = error
-        while came is not None:  # the local variables of the frames that it came through hold the unfinished engine
-            traceback.clear_frames(came.__traceback__)
-            came = came.__context__
-        leave_groups(owns_process_group)
+        _clear_frames(error, handled)
+        _leave_groups(groups, owns_process_group)
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update(environment)
+        remove_folder()
         collect_memory()
         raise
 
 
-def leave_groups(owns_process_group: bool) -> None:
-    """End the process groups that vLLM keeps in this process.
+def _clear_frames(error: BaseException, handled: BaseException | None) -> None:
+    """Drop the local variables of the frames that an exception came through: they hold the unfinished engine.
 
     Args:
-        owns_process_group: torch's own, too, since vLLM has made it.
+        error: of the start.
+        handled: what the caller was handling when it began; its frames are not the engine's.
     """
+    seen = {id(handled)}
+    pending: list[BaseException | None] = [error]
+    while pending:
+        one = pending.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            traceback.clear_frames(one.__traceback__)
+            pending += [one.__cause__, one.__context__]
+
+
+def _groups() -> dict[str, Any]:
+    """Return the process groups that vLLM keeps in this process, by the names of its variables."""
+    state = sys.modules.get("vllm.distributed.parallel_state")
+    if state is None:
+        return {}
+    return {name: value for name, value in vars(state).items() if isinstance(value, state.GroupCoordinator)}
+
+
+def _leave_groups(before: dict[str, Any], owns_process_group: bool) -> None:
+    """End the groups that are not among those of before, and torch's own process group if the start made it."""
     state: Any = sys.modules.get("vllm.distributed.parallel_state")
     if state is None:
         return
-    forget_graph_pool()
     if owns_process_group:
         state.cleanup_dist_env_and_memory()
+        forget_graph_pool()
         return
-    state.destroy_model_parallel()
-    if state._WORLD is not None:  # of this one process, made after the others: none may be built over it
-        state._WORLD.destroy()
-        state._WORLD = None
+    made = {name: group for name, group in _groups().items() if name not in before}
+    for group in {id(group): group for group in made.values()}.values():  # one may have several names
+        group.destroy()
+    for name in made:
+        setattr(state, name, None)
 
 
 log = logging.getLogger(__name__)
@@ -194,6 +217,7 @@ def shutdown(llm: Any, owns_process_group: bool, keep_weights: bool = False) -> 
         owns_process_group: the engine made the process group, so it is destroyed.
         keep_weights: a learner computes with them.
     """
+    from vllm.distributed import parallel_state as state
     from vllm.model_executor.model_loader.reload import layerwise
 
     ((model, storages),) = llm.collective_rpc("held_at_the_end", args=(keep_weights,))
@@ -210,7 +234,14 @@ def shutdown(llm: Any, owns_process_group: bool, keep_weights: bool = False) -> 
         finalizer()
     for storage in storages:
         storage.resize_(0)
-    leave_groups(owns_process_group)
+    forget_graph_pool()
+    if owns_process_group:
+        state.cleanup_dist_env_and_memory()
+        return
+    state.destroy_model_parallel()
+    if distributed.is_initialized() and distributed.get_world_size() > 1 and state._WORLD is not None:
+        state._WORLD.destroy()  # that vLLM has made of this one process, after the others: none may be built over it
+        state._WORLD = None
 
 
 def collect_memory() -> None:

@@ -1,6 +1,9 @@
 """A start of vLLM that fails, early or late, leaves the process as it was, and another engine starts in it."""
 
+import os
+import tempfile
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,8 +24,9 @@ WHERE = {
 
 
 def state():
+    folders = {str(path) for path in Path(tempfile.gettempdir()).glob("lit-qrl-vllm-*")}
     process = torch.get_num_threads(), torch.get_default_dtype(), torch.set_num_threads, torch.is_grad_enabled()
-    return torch.distributed.is_initialized(), process
+    return dict(os.environ), folders, torch.distributed.is_initialized(), sorted(vllm_start._groups()), process
 
 
 @pytest.mark.parametrize(
@@ -86,11 +90,12 @@ def test_a_group_that_was_there_before_stays(monkeypatch, tmp_path):
             with pytest.raises(RuntimeError, match="it cannot start"):
                 publish(network, engine, None, 0)
         assert torch.distributed.is_initialized()
+        assert vllm_start._groups() == {}
         torch.distributed.barrier()
         assert publish(network, engine, None, 1)[0] == []
         engine.close()
     finally:
-        vllm_start.leave_groups(owns_process_group=True)
+        vllm_start._leave_groups({}, owns_process_group=True)
     assert not torch.distributed.is_initialized()
 
 
