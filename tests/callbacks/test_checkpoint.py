@@ -10,7 +10,6 @@ from lightning.pytorch.trainer.connectors import signal_connector
 from peft import LoraConfig
 
 from lit_qrl.callbacks import AIS, AQNNoise
-from lit_qrl.callbacks import checkpoint as checkpoint_module
 from lit_qrl.callbacks.checkpoint import resolve_checkpoint
 from lit_qrl.errors import ConfigError
 from lit_qrl.run import checkpoint_files as saving

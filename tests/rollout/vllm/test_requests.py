@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lit_qrl.loop.turns import Conversations
-from lit_qrl.rollout.vllm.requests import SEED_RANGE, Routed, check_lengths, completion, request_seed
+from lit_qrl.rollout.vllm.requests import SEED_RANGE, Asked, Routed, answer, check_lengths, request_seed
 from lit_qrl.types import SamplingParams
 from tests.loop.test_turns import Echo
 from tests.vllm_engines import COMPLETION_LIMIT, VOCABULARY, prompts, publish, reference_logprobs, tiny_network
@@ -29,7 +29,7 @@ def test_every_completion_has_a_seed_of_its_own_in_range():
 @pytest.mark.parametrize(("reason", "expected"), [("stop", "stop"), ("length", "length"), ("abort", "length")])
 def test_a_completion_is_read_with_its_version(reason, expected):
     drawn = SimpleNamespace(token_ids=(4, 5), logprobs=SimpleNamespace(logprobs=[-0.5, -1.0]), finish_reason=reason)
-    got = completion(SimpleNamespace(outputs=[drawn]), 7)
+    got = answer(Asked(0, [3], SamplingParams()), SimpleNamespace(outputs=[drawn]), 7)
     assert (got.token_ids, got.logprobs, got.finish_reason, got.version) == ([4, 5], [-0.5, -1.0], expected, 7)
     assert got.routed_experts is None
 

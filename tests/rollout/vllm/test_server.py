@@ -23,6 +23,7 @@ from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.engine import EngineDiedError, Learners, Pauses, SamplerSpec
 from lit_qrl.rollout.vllm import client, guard, server, ways
 from lit_qrl.rollout.vllm.addresses import Address, addresses, read_key
+from lit_qrl.rollout.vllm.base import VLLM
 from lit_qrl.rollout.vllm.client import RemoteVLLMEngine, between, completion_of, ledger_of
 from lit_qrl.rollout.vllm.installation import versions
 from lit_qrl.rollout.vllm.server import Server
