@@ -10,6 +10,7 @@ from torch import nn
 
 from lit_qrl.errors import ConfigError, listed
 from lit_qrl.network.structure import states
+from lit_qrl.rollout.vllm.installation import installed_version
 
 LONGEST = 400
 """Characters of vLLM's own words that are shown."""
@@ -152,6 +153,8 @@ def _check_kernels(network: nn.Module, dtype: torch.dtype | None) -> None:
     odd = {_head_size(layer) for layer in layers} - {0, *sizes}
     state = linear or hasattr(text, "state_size") or hasattr(text, "mamba_d_state")
     scans = find_spec("vllm.model_executor.layers.mamba.ops.cpu.mamba_ssm") is not None
+    found = installed_version()
+    packs_four = found is not None and found[0] < (0, 32) and torch.cpu._is_avx512_bf16_supported()
     for lacks, expected, given in (
         (chunk and chunk % CPU_BLOCK, f"an attention_chunk_size that is a multiple of {CPU_BLOCK}", chunk),
         (odd, f"a head size among {listed(map(str, sizes), 99)}", listed(map(str, odd))),
@@ -168,6 +171,7 @@ def _check_kernels(network: nn.Module, dtype: torch.dtype | None) -> None:
         ),
         (linear and dtype not in (None, torch.bfloat16), "data.engine.dtype: bf16", dtype),
         (state and not scans, "vLLM 0.29", "one without kernels of states on a CPU"),
+        (packs_four and getattr(text, "conv_L_cache", 4) != 4, "vLLM 0.32", "one that packs convolutions of 4 alone"),
     ):
         if lacks:
             raise ConfigError(

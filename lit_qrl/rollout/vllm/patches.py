@@ -305,7 +305,8 @@ workspaces: dict[tuple[Any, ...], Tensor] = {}
 def shared_workspace(original: Any) -> Any:
     """Return the function that makes lock memory, once per device and size."""
 
-    def make(device: torch.device, max_blocks_per_sm: int = 1) -> Tensor:
+    def make(device: torch.device, max_blocks_per_sm: int = 1, existing: Tensor | None = None) -> Tensor:
+        # `existing`, which vLLM names at a reload, is what is there already
         key = str(device), max_blocks_per_sm
         if key not in workspaces:
             workspaces[key] = original(device, max_blocks_per_sm)
