@@ -4,6 +4,7 @@ import math
 import sys
 import time
 from collections.abc import Mapping
+from datetime import timedelta
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -164,7 +165,8 @@ class RLProgress(Described, ProgressBar):
         if total is not None and self._train_started is not None:
             began, first = self._train_started
             if done > first:
-                note += f" {_clock((time.perf_counter() - began) / (done - first) * (total - done))} left"
+                each = (time.perf_counter() - began) / (done - first)
+                note += f" {timedelta(seconds=round(each * (total - done)))} left"
         self._live.update(self._tasks["run"], completed=done, total=total or 1, note=note, visible=True)
 
     # ---------------------------------------------------------------------------------------------------------- hooks
@@ -339,9 +341,3 @@ def _iteration_width(total: int | None) -> int:
 def _planned(trainer: Trainer) -> int | None:
     planned = trainer.max_epochs
     return planned if planned is not None and planned > 0 else None
-
-
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

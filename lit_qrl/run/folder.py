@@ -167,21 +167,15 @@ def new_folder(base: Path) -> Path:
     handed_on = os.environ.get(HANDED_ON)
     if handed_on and "LOCAL_RANK" in os.environ:
         return Path(handed_on)
+    check_place(folder := next_free(base))
     if int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or 1) > 1:
-        check_place(next_free(base))
-        return next_free(base)
-    folder = next_free(base)
-    try:
-        while True:
-            base.mkdir(parents=True, exist_ok=True)
-            with suppress(FileExistsError, FileNotFoundError):  # another run took it, or took its empty parent away
-                folder.mkdir()
-                break
-            folder = next_free(base)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise _unwritable(folder, error) from error
+        return folder
+    while True:
+        base.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError, FileNotFoundError):  # another run took it, or took its empty parent away
+            folder.mkdir()
+            break
+        folder = next_free(base)
     _made.append(folder)
     os.environ[HANDED_ON] = str(folder)
     return folder
