@@ -217,13 +217,6 @@ def test_an_engine_that_does_not_say_what_it_kept_is_refused(tmp_path):
     assert module.policy.model is None
 
 
-def test_tokens_without_micro_batches_by_tokens_are_refused_before_a_model_is_loaded(tmp_path):
-    trainer, module, loader = build(tmp_path, data={"max_tokens_per_micro_batch": 100})
-    with pytest.raises(ConfigError, match=r"data\.micro_batches to 4"):
-        trainer.fit(module, datamodule=loader)
-    assert module.policy.model is None
-
-
 class OwnBaseline(GRPO):
     def advantages(self, rewards, group_size, all_reduce=no_all_reduce):
         return rewards - 0.5

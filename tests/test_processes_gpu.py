@@ -129,12 +129,10 @@ def place_of(folder, name):
     return folder / name.split(",")[0].replace(" ", "_")
 
 
-def checked(folder, name):
+def checked(folder, name, ports):
     """Do one check in its three processes; return what each found, or why it found nothing."""
     context = torch.multiprocessing.get_context("spawn")  # libraries ask CUDA for something when they are imported
-    for place in ("alone", "two"):
-        model_folder(place_of(folder, name) / place / "model", **SIZES)
-    ports, begun = free_ports(2), time.monotonic()
+    begun = time.monotonic()
     processes = [context.Process(target=_process, args=(rank, name, ports, folder)) for rank in RANKED]
     for process in processes:
         process.start()
@@ -164,9 +162,12 @@ def check(tmp_path_factory):
     """Return what both processes of a check and the one alone found; some checks are done at once."""
     if ACCELERATOR == "gpu" and (present := torch.cuda.device_count()) < RANKS:
         pytest.skip(f"needs two GPUs: {present} found")
-    folder = tmp_path_factory.mktemp("ranks")
-    pool = ThreadPoolExecutor(AT_ONCE)
-    done = {name: pool.submit(checked, folder, name) for name in steps()}
+    folder, names = tmp_path_factory.mktemp("ranks"), list(steps())
+    for name in names:  # before there are threads, which would share the generator of their weights
+        for place in ("alone", "two"):
+            model_folder(place_of(folder, name) / place / "model", **SIZES)
+    pool, ports = ThreadPoolExecutor(AT_ONCE), iter(free_ports(2 * len(names)))
+    done = {name: pool.submit(checked, folder, name, [next(ports), next(ports)]) for name in names}
 
     def check(name):
         found = done[name].result()

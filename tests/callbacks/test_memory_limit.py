@@ -7,7 +7,6 @@ import torch
 
 from lit_qrl.callbacks import MemoryLimit
 from lit_qrl.errors import ConfigError
-from tests.tiny_run import build
 
 
 def set_up(limit, device="cuda:0"):
@@ -29,10 +28,3 @@ def test_more_than_there_is_is_refused_and_the_allocator_is_told_a_share(shares)
     assert not shares
     set_up(MemoryLimit(60))
     assert shares == [(0.75, torch.device("cuda:0"))]
-
-
-def test_a_cpu_is_refused_before_a_model_is_loaded(tmp_path):
-    trainer, module, data = build(tmp_path, callbacks=[MemoryLimit(1.0)])
-    with pytest.raises(ConfigError, match="Remove the callback"):
-        trainer.fit(module, datamodule=data)
-    assert module.policy.model is None
