@@ -196,10 +196,6 @@ class Exact(TransformersEngine):
 
     kernels = "vllm"
 
-    def __init__(self):
-        super().__init__()
-        self.batch_invariant = True
-
     def validate(self, spec):
         self.spec = spec
 
@@ -208,13 +204,13 @@ class Exact(TransformersEngine):
 def test_weights_that_vllm_adds_up_in_any_order_go_out_multiplied_out(name, monkeypatch, caplog):
     monkeypatch.setattr("lit_qrl.publish.spec._check_same_arithmetic", lambda *_: None)
     with caplog.at_level("INFO", logger="lit_qrl"):
-        told = spec(QATAligned(name), engine=Exact())
+        told = spec(QATAligned(name), engine=Exact(batch_invariant=True))
     assert f"weights in {name} go to vLLM multiplied out" in caplog.text
     assert told.format == MultipliedOut(formats.get(name))
     assert (told.aligned, told.format.name, told.format.bits_per_weight) == (True, "bf16", 16)
-    assert spec(NVFP4LoRA(name), LORA, engine=Exact()).adapter is LORA
+    assert spec(NVFP4LoRA(name), LORA, engine=Exact(batch_invariant=True)).adapter is LORA
     for plugin in (None, QATAligned("fp8_row"), QATAligned("int4_group", activations="fp8")):
-        assert not isinstance(spec(plugin, engine=Exact()).format, MultipliedOut)
+        assert not isinstance(spec(plugin, engine=Exact(batch_invariant=True)).format, MultipliedOut)
     assert spec(QATAligned(name)).format == formats.get(name)
 
 
