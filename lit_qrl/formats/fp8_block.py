@@ -45,8 +45,7 @@ class FP8Block(ScaledE4M3):
         return gemm.scaled_mm_block(*self.input_codes(x), codes, scale, bias, x.dtype)
 
     def input_codes(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        rows = x.detach().reshape(-1, x.shape[-1])
-        return dispatch.made_once(x, dispatch.TILES, False, lambda columns: dispatch.e4m3_tiles(rows, True, columns))[0]
+        return dispatch.kept_tiles(x, columns=False)[0]
 
     def emulate(self, rows: Tensor, weight: Tensor) -> Tensor:
         return F.linear(activations.e4m3_dequantized(rows, (1, BLOCK)), weight)

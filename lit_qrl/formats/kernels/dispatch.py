@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 BLOCK = 128
 TILES = "tiles"
-"""The source of `e4m3_tiles`, and of the kernels that make them in passing."""
+"""The source of what `kept_tiles` keeps."""
 RECIPE = "recipe"
 """The source of h, rstd and weight of a norm's output weight · (h rstd), which products that read it keep instead."""
 
@@ -82,6 +82,15 @@ def kept(x: Tensor, source: str) -> _Kept | None:
     """Return what a source has kept with `x`, or None where it did not, or `x` was written to since."""
     found: _Kept | None = getattr(x, _KEPT, None)
     return found if found is not None and (found.source, found.version) == (source, x._version) else None
+
+
+def kept_tiles(x: Tensor, columns: bool) -> tuple[Tile, Tile | None]:
+    """Return `e4m3_tiles` of `x` ("... k") along its rows and, if asked for, its columns, as `made_once` keeps them."""
+
+    def make(columns: bool) -> tuple[Tile | None, Tile | None]:
+        return e4m3_tiles(x.detach().reshape(-1, x.shape[-1]), True, columns)
+
+    return made_once(x, TILES, columns, make)
 
 
 def e4m3_tiles(x: Tensor, rows: bool, columns: bool) -> tuple[Tile | None, Tile | None]:

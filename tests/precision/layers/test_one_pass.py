@@ -176,7 +176,7 @@ def test_what_somebody_else_reads_is_written(kernels):
 
 def test_a_tensor_that_is_written_to_is_quantized_anew():
     x = torch.randn(4, 128)
-    inputs = block_fp8.Torch().inputs
+    inputs = dispatch.kept_tiles
     first, _ = inputs(x, columns=False)
     assert inputs(x, columns=False)[0] is first
     along, across = inputs(x, columns=True)  # the transpose was not there yet
