@@ -178,6 +178,13 @@ def fit(folder: Path, ckpt_path=None, **options):
     return trainer, module, data
 
 
+def configured(model, kind=CausalPolicy, **options) -> CausalPolicy:
+    """A policy of a folder, with its weights."""
+    policy = kind(str(model), **options)
+    policy.configure()
+    return policy
+
+
 def interrupted(folder: Path, at: int, **options) -> Path:
     """Run `build(...)` until a user stops it at the start of an iteration, and return its last checkpoint."""
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lit_qrl.errors import ConfigError
-from lit_qrl.formats.base import NumberFormat, PreparedWeight, QuantizedWeight, compressed_tensors_config
+from lit_qrl.formats.base import NumberFormat, PreparedWeight, QuantizedWeight, compressed_tensors_config, expect_shape
 from lit_qrl.formats.kernels import activations, dispatch
 from lit_qrl.formats.numerics import (
     INT4_MAX,
@@ -128,9 +128,10 @@ class Int4Group(NumberFormat):
         yield f"{name}.weight_shape", _described(q.shape)
 
     def load(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
-        if "weight" in tensors:
-            tensors = {**tensors, "weight_packed": pack_int4(tensors["weight"])}
-        return super().load(tensors, shape)
+        codes = tensors["weight_packed"] if "weight_packed" in tensors else pack_int4(tensors["weight"])
+        scales = tensors["weight_scale"].reshape(shape[0], shape[1] // self.group_size)
+        q = QuantizedWeight(codes, scales, None, self, shape)
+        return expect_shape(q, (shape[0], shape[1] // _PER_INT32))
 
     def quantization_config(self, ignore: Sequence[str] = ("lm_head",)) -> dict[str, Any]:
         types = {"fp8": "float", "int8": "int"}

@@ -38,4 +38,4 @@ def test_another_shell_is_refused(capsys):
     with pytest.raises(ConfigError, match=r"bash, zsh\. Given: fish"):
         completion("fish", {})
     assert status_of(["--print_shtab"]) == 2
-    assert "Name one" in capsys.readouterr().err
+    assert "Given: nothing" in capsys.readouterr().err

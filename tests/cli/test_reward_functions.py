@@ -3,7 +3,9 @@ import json
 import pytest
 from jsonargparse import Namespace
 
-from lit_qrl.cli.parser import CLASS_PATH, FunctionError, in_object, in_words
+from lit_qrl.cli.parser import CLASS_PATH, in_object, in_words
+from lit_qrl.errors import ConfigError
+from lit_qrl.rewards.function import FunctionReward
 
 HERE = "tests.cli.test_reward_functions"
 
@@ -50,5 +52,7 @@ def test_words_of_the_command_line():
 def test_a_module_that_raises_is_named_when_the_reward_is_built(tmp_path, monkeypatch):
     (tmp_path / "raises_at_import.py").write_text("1 / 0\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(FunctionError, match=r"'raises_at_import'.*ZeroDivisionError"):
-        in_object({"rewards": ["raises_at_import.score"]})
+    values = {"rewards": ["raises_at_import.score"]}
+    in_object(values)
+    with pytest.raises(ConfigError, match=r"'raises_at_import.score' cannot be imported: ZeroDivisionError"):
+        FunctionReward(**values["rewards"][0]["init_args"])

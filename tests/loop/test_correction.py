@@ -17,7 +17,7 @@ from lit_qrl.types import Correction
 from tests.callbacks.corrections import context, rollout
 from tests.functional.helpers import no_host_sync
 from tests.tables import csv_rows
-from tests.test_module import FirstGradient
+from tests.test_module import first_gradient
 from tests.tiny_run import fit
 
 LOCAL = [TruncatedIS(), TruncatedIS("sequence"), TruncatedIS("geometric"), MaskedIS(), MaskedIS("sequence")]
@@ -90,13 +90,12 @@ def row_of(folder):
 
 def one_update(folder, monkeypatch, callbacks, objective, **data):
     """Return gradient, metrics and number of scoring passes of an iteration with one update."""
-    calls, seen = [], FirstGradient()
+    calls = []
     with monkeypatch.context() as patch:
         score = GRPOModule.score
         patch.setattr(GRPOModule, "score", lambda self, *a, **k: calls.append(1) or score(self, *a, **k))
-        options = {"data": {"micro_batches": 2, **data}, "trainer": {"max_epochs": 1}}
-        fit(folder, callbacks=[*callbacks, seen], objective=objective, **options)
-    return seen.gradient, row_of(folder), len(calls)
+        gradient = first_gradient(folder, callbacks, objective=objective, data={"micro_batches": 2, **data})
+    return gradient, row_of(folder), len(calls)
 
 
 @pytest.mark.parametrize(

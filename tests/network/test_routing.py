@@ -52,7 +52,7 @@ def test_every_family_takes_the_given_experts_and_weighs_them_by_its_own_formula
         assert torch.equal(network(input_ids=TOKENS).logits, free)
     own = routing.own
     assert own.shape == (TOKENS.numel(), len(found), found[0].chosen)
-    with Routing(network, own) as again:
+    with Routing(network, own).applied() as again:
         replayed = network(input_ids=TOKENS).logits
     assert torch.equal(replayed, free)
     assert torch.equal(again.own, own)

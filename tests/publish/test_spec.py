@@ -97,9 +97,9 @@ def test_what_the_engine_is_told():
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"plugin": QATAligned("fp8_row")}, "computes in full precision.*QATAligned"),
-        ({"format": formats.get("bf16")}, "no format to quantize to.*bf16"),
-        ({}, "no format to quantize to.*auto"),
+        ({"plugin": QATAligned("fp8_row")}, "computes the head in full precision.*QATAligned"),
+        ({"format": formats.get("bf16")}, "no format of its own to quantize to.*bf16"),
+        ({}, "no format of its own to quantize to.*auto"),
         ({"format": formats.get("fp8_row"), "tied": True}, "would quantize the input embedding"),
     ],
 )

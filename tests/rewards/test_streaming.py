@@ -193,8 +193,8 @@ def test_completions_are_handed_on_once_and_forgotten_where_others_were_drawn():
     judging({2: drawn(5)})
     judging({2: drawn(5), 0: drawn(6)})
     assert first.add.mock_calls == [mock.call({2: (2, [5])}), mock.call({0: (0, [6])})]
-    assert judging.rewards([drawn(6), drawn(7), drawn(5)]) == {"own": first}
-    judging.rewards([drawn(6), drawn(7), drawn(8)])
+    assert judging.begun_with([drawn(6), drawn(7), drawn(5)]) == {"own": first}
+    judging.begun_with([drawn(6), drawn(7), drawn(8)])
     assert (first.drop.call_count, reward.begun.add.call_count) == (1, 0)
     judging({2: drawn(8)})
     assert reward.begun.add.mock_calls == [mock.call({2: (2, [8])})]
@@ -209,7 +209,7 @@ def test_a_sample_that_cannot_be_made_is_no_fault_of_the_engine():
     judging({0: drawn(1)})
     judging({1: drawn(2)})
     reward.begun.add.assert_not_called()
-    assert judging.rewards([drawn(1), drawn(2)]) == {"own": reward.begun}
+    assert judging.begun_with([drawn(1), drawn(2)]) == {"own": reward.begun}
 
 
 def test_an_early_reward_that_is_late_is_ended():

@@ -54,5 +54,5 @@ def test_a_row_that_is_no_problem(tmp_path, digits):
 
 
 def test_too_few_digits():
-    with pytest.raises(ConfigError, match=r"too few PrefixSum problems of 2 digits.*raise digits"):
+    with pytest.raises(ConfigError, match=r"PrefixSum has too few different problems for"):
         PrefixSum(digits=2, train_size=1, evaluation_size=50).setup()
