@@ -24,7 +24,7 @@ from tests.test_imports import FILES, FLOORS, name_of, ours, room  # noqa: E402
 
 INK, FAINT, PAPER, ACCENT, SOFT = "#1f2933", "#9aa5b1", "#ffffff", "#b4532a", "#f4ede4"
 STEPS = (
-    ("on_train_epoch_start", "callbacks/publisher.py", "the learner's weights, in the sampler's format"),
+    ("_publish", "callbacks/publisher.py", "the learner's weights, in the sampler's format"),
     ("roll_out", "loop/iteration.py", "x ~ D, y ~ π_sampler(· | x), rewards R"),
     ("score", "loop/iteration.py", "log π_learner_old(y | x), advantages A"),
     ("correct", "loop/correction.py", "weights w and keep, once per mini-batch"),
