@@ -3,10 +3,9 @@
 import re
 import textwrap
 from collections.abc import Iterator
-from pathlib import Path
 
 from lit_qrl.errors import ConfigError, nearest
-from lit_qrl.shipped import shipped
+from lit_qrl.shipped import SHIPPED
 
 WIDTH = 118
 
@@ -27,7 +26,7 @@ def models(*family: str) -> None:
     Raises:
         ConfigError: for a family that was not measured.
     """
-    sections = [section.splitlines() for section in Path(shipped("docs/models.md")).read_text().split("\n## ")]
+    sections = [section.splitlines() for section in (SHIPPED / "docs" / "models.md").read_text().split("\n## ")]
     names = [row[0] for row in _rows(sections[1])[1:]]
     chosen = [_found(name, names) for name in family]
     for name in chosen or names:
