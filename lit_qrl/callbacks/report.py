@@ -241,7 +241,12 @@ def _page_apart(folder: str) -> "subprocess.Popen[bytes]":
     """Begin to make the report of a run folder in a process that holds no GPU, and one thread of the host."""
     return subprocess.Popen(
         [sys.executable, "-m", "lit_qrl.cli", "report", folder],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(str(Path(path).absolute()) for path in sys.path),  # where the run has it from
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+        },
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

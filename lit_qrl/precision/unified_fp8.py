@@ -71,6 +71,9 @@ class _BlockScaled(torch.autograd.Function):
 class Unified(Arithmetic):
     """All three GEMMs are block-scaled FP8, of one backend."""
 
+    backend: Any = None
+    """Chosen when a model is checked."""
+
     def take(self, backend: Backend) -> None:
         """Multiply by that backend from now on."""
         self.backend = backend

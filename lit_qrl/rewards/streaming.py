@@ -131,7 +131,8 @@ class InTurn:
     @property
     def seconds(self) -> float:
         """In which it was called."""
-        return self._worked + (0.0 if self._since is None else time.monotonic() - self._since)
+        since = self._since  # once: the other thread may end its work in between
+        return self._worked + (0.0 if since is None else time.monotonic() - since)
 
     def _work(self) -> None:
         """Score all that has come; after an error nothing is begun again."""

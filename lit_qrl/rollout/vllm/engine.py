@@ -347,8 +347,15 @@ class VLLMEngine(VLLM):
 
     # ------------------------------------------------------------------------------------------------------------ end
 
+    def discard(self) -> None:
+        """Free what a death left; what was drawn before it is kept for the same call to the next engine."""
+        kept = self._kept
+        self.close()
+        self._kept = kept
+
     def close(self) -> None:
         """Free the engine, its process group if it made one, and its folder."""
+        self._kept = (None, {})
         llm, self.llm, self.live = self.llm, None, None
         self._usable = self._asleep = self._adapter_active = False
         if llm is not None:

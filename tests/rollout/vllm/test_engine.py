@@ -181,7 +181,7 @@ def test_completions_are_handed_out_by_number_and_a_part_of_an_engine_hands_out_
 
     if several:
         monkeypatch.setattr(engine, "processes", "both")
-        monkeypatch.setattr("lit_qrl.rollout.vllm.engine.joined", joined)
+        monkeypatch.setattr("lit_qrl.rollout.vllm.parallel.joined", joined)
     drawn = engine.generate(asked, 2, seed=5, positions=[4, 6], finished=handed.append)
     assert {number: one for part in handed for number, one in part.items()} == dict(enumerate(drawn))
     assert [one.token_ids for one in drawn] == [one.token_ids for one in expected]

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lit_qrl.loop.turns import Conversations
+from lit_qrl.rollout.vllm.engine import VLLMEngine
 from lit_qrl.rollout.vllm.requests import SEED_RANGE, Asked, Routed, answer, check_lengths, request_seed
 from lit_qrl.types import SamplingParams
 from tests.loop.test_turns import Echo
@@ -17,6 +18,15 @@ def test_an_empty_prompt_is_refused_and_no_prompt_is_fine():
     with pytest.raises(ValueError, match="an empty prompt"):
         check_lengths([[]], 1, limit=9)
     check_lengths([], 1, limit=1)
+
+
+def test_what_was_drawn_outlives_a_death_and_no_end():
+    engine = VLLMEngine()
+    engine._kept = drawn = ("a call", {0: None})
+    engine.discard()
+    assert engine._kept is drawn
+    engine.close()
+    assert engine._kept == (None, {})
 
 
 def test_every_completion_has_a_seed_of_its_own_in_range():
