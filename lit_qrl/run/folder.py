@@ -198,11 +198,12 @@ def let_go() -> None:
 def check_place(run_folder: Path) -> None:
     """Raise `ConfigError` for a run folder that cannot be made or written; nothing is made to find out."""
     for place in (run_folder.absolute(), *run_folder.absolute().parents):
+        was_there = os.path.lexists(place)
         try:
             with tempfile.TemporaryFile(dir=place):
                 return
-        except OSError as error:  # what is not there yet is made in the folder above
-            if not isinstance(error, FileNotFoundError) or place.is_symlink() or place.is_dir():
+        except OSError as error:  # what is not there, or not for the whole time, is made in the folder above
+            if not isinstance(error, FileNotFoundError) or (was_there and os.path.lexists(place)):
                 raise _unwritable(run_folder, error) from error
 
 

@@ -1,7 +1,9 @@
+import errno
 import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -80,6 +82,20 @@ def test_runs_that_start_together_do_not_collide(tmp_path):
     with ThreadPoolExecutor(8) as pool:
         folders = list(pool.map(lambda _: places.new_folder(base), range(32)))
     assert sorted(int(folder.name) for folder in folders) == list(range(1, 33))
+
+
+def test_a_folder_that_another_run_makes_meanwhile_is_no_fault(tmp_path, monkeypatch):
+    (base := tmp_path / "runs" / "a").mkdir(parents=True)
+    truly = places.tempfile.TemporaryFile
+
+    def made_by_another(dir):
+        with suppress(FileExistsError):
+            (base / "1").mkdir()
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory")
+        return truly(dir=dir)
+
+    monkeypatch.setattr(places.tempfile, "TemporaryFile", made_by_another)
+    assert places.new_folder(base) == base / "2"
 
 
 def test_the_ranks_of_a_run_share_its_folder(tmp_path, monkeypatch):
