@@ -40,8 +40,8 @@ TICK = 0.5
 """Seconds between two looks at how far the servers are."""
 AT_ONCE = 512
 """Requests that one server has under way, those that wait for a place in its batch among them."""
-FILES = 65536
-"""Open files that a run allows itself, as far as the system does."""
+FILES, OTHERS = 65536, 256
+"""Open files that a run allows itself, as far as the system does, and how many of them are no requests."""
 SAYS_VERSIONS = (0, 32)
 """The version of vLLM from which a server says which weights drew which token."""
 
@@ -65,7 +65,7 @@ class RemoteVLLMEngine(VLLM):
         transfer: how weights travel: `files` in a folder that both see, `ipc` memory of the learner's GPU on one host,
             `nccl` one broadcast to the GPUs of all; `auto` is `ipc` to servers on GPUs that the run has started, else
             files.
-        folder: of those files; None is the memory of this host.
+        folder: of those files; None is the memory of this host, and its disk where that is full.
         silence: seconds without a word between two steps, or of a publish, after which a server counts as dead.
         **options: of `VLLMEngine`, with which vLLM is started in each.
     """
@@ -437,6 +437,8 @@ class RemoteVLLMEngine(VLLM):
         deaths: list[EngineDiedError] = []
         pools: dict[Server, ThreadPoolExecutor] = {}
         under_way: set[Future[tuple[int, Any]]] = set()
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # each request that is under way is a socket
+        at_once = AT_ONCE if most < 0 else min(AT_ONCE, max((most - OTHERS) // len(self.servers), 1))
         with ExitStack() as stack:
             try:
                 while (asked := None if deaths else more(bool(under_way))) is not None or under_way:
@@ -445,9 +447,7 @@ class RemoteVLLMEngine(VLLM):
                         dealt[server] += len(one.tokens) + (one.sampling.max_tokens if one.sampling else 1)
                         if server not in pools:
                             stack.enter_context(server.watched(kind))
-                            pools[server] = ThreadPoolExecutor(
-                                AT_ONCE, thread_name_prefix=f"draw {server.address.name}"
-                            )
+                            pools[server] = ThreadPoolExecutor(at_once, f"draw {server.address.name}")
                             stack.callback(pools[server].shutdown, wait=False, cancel_futures=True)
                         under_way.add(pools[server].submit(self._answer, server, one))
                     done, under_way = wait(under_way, TICK if asked is None else TICK / 10, FIRST_COMPLETED)

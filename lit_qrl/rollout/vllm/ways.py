@@ -4,16 +4,21 @@ What describes a part of a publish is JSON, and nothing of it is unpickled: tens
 memory that CUDA's driver opens by its handle, or of a broadcast.
 """
 
+import fcntl
+import os
 import shutil
 import tempfile
+import time
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lit_qrl.errors import ConfigError, listed
 from lit_qrl.run.torch_settings import fixed_segments
 
 Named = tuple[str, Tensor]
@@ -23,6 +28,10 @@ CHUNK = 64 * 2**20
 ALIGNED = 64
 MEMORY = Path("/dev/shm")
 """A folder in the host's memory."""
+PARTS = "lit-qrl-parts-"
+"""How the folders are called in which parts lie; each is locked by the process that made it."""
+SPARE = 16 * 2**20
+"""Bytes that a part leaves free where it lies: vLLM and torch have files in the host's memory, too."""
 
 
 def chunks(tensors: Iterator[Named], limit: int = CHUNK) -> Iterator[list[Named]]:
@@ -47,19 +56,36 @@ class Files:
     """Sends by safetensors files, which are gone when they were taken.
 
     Args:
-        folder: that workers see under the same name; None is the host's memory, for those of this host.
+        folder: that workers see under the same name; None is the host's memory, for those of this host, and its folder
+            of temporary files for a part that finds no room there.
     """
 
     def __init__(self, folder: str | None = None) -> None:
-        place = folder or (MEMORY if MEMORY.is_dir() else None)
-        self.folder, self._count = Path(tempfile.mkdtemp(prefix="lit-qrl-publish-", dir=place)), 0
+        places = [Path(folder)] if folder else [*filter(Path.is_dir, [MEMORY]), Path(tempfile.gettempdir())]
+        held = [_own_folder(place) for place in places]
+        self.folders, self._locks = [one for one, _ in held], [lock for _, lock in held if lock is not None]
+        self._count = 0
 
     def pack(self, part: Sequence[Named]) -> Packed:
-        """Return the description of a part, whose tensors can be taken from now on."""
+        """Return the description of a part, whose tensors can be taken from now on.
+
+        Raises:
+            ConfigError: there is no room for it.
+        """
         from safetensors.torch import save_file
 
+        size = SPARE + sum(tensor.nbytes for _, tensor in part)
+        folder = next((one for one in self.folders if shutil.disk_usage(one).free > size), None)
+        if folder is None:
+            free = (f"{shutil.disk_usage(one).free / 2**20:,.0f} MiB in {one.parent}" for one in self.folders)
+            raise ConfigError(
+                "There is no room for the files through which weights reach the servers.",
+                expected=f"{size / 2**20:,.0f} MiB",
+                given=listed(free),
+                remedy="Free some, or set data.engine.folder to a folder that run and servers see.",
+            )
         self._count += 1
-        path = self.folder / f"{self._count}.safetensors"
+        path = folder / f"{self._count}.safetensors"
         held = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in part}
         save_file(held, path)
         return {"file": str(path), "names": list(held)}
@@ -72,7 +98,40 @@ class Files:
         Path(packed["file"]).unlink(missing_ok=True)
 
     def close(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+        for folder in self.folders:
+            shutil.rmtree(folder, ignore_errors=True)
+        while self._locks:
+            os.close(self._locks.pop())
+
+
+def _own_folder(place: Path) -> tuple[Path, int | None]:
+    """Return a new folder, and its lock where the file system has any; what runs that were killed left there goes."""
+    for left in place.glob(f"{PARTS}*"):
+        with suppress(OSError):
+            lock = _locked(left)
+            if time.time() - left.stat().st_mtime > 60:  # a younger one may not be locked yet
+                shutil.rmtree(left, ignore_errors=True)
+            os.close(lock)
+    own = Path(tempfile.mkdtemp(prefix=PARTS, dir=place))
+    try:
+        return own, _locked(own)
+    except OSError:
+        return own, None
+
+
+def _locked(folder: Path) -> int:
+    """Return a descriptor that locks a folder until it is closed, or its process ends.
+
+    Raises:
+        OSError: another has it, or there are no locks.
+    """
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(held)
+        raise
+    return held
 
 
 class DeviceMemory:

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ from lit_qrl.errors import ConfigError
 from lit_qrl.loop.turns import Conversations
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.engine import EngineDiedError, Learners, Pauses, SamplerSpec
-from lit_qrl.rollout.vllm import client, guard, server, ways
+from lit_qrl.rollout.vllm import client, guard, requests, server, ways
 from lit_qrl.rollout.vllm.addresses import Address, addresses, read_key
 from lit_qrl.rollout.vllm.base import VLLM
 from lit_qrl.rollout.vllm.client import RemoteVLLMEngine, between, completion_of, ledger_of
@@ -165,9 +165,46 @@ def test_files_carry_every_dtype_and_are_gone_when_they_were_taken(tmp_path):
         assert one.dtype == other.dtype
         assert torch.equal(one.float(), other.float())
     sender.taken(packed)
-    assert not list(sender.folder.iterdir())
+    assert not list(sender.folders[0].iterdir())
     sender.close()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def two_places(tmp_path, monkeypatch):
+    """Return a place for files in memory, and one on a disk, with what each has free."""
+    (memory := tmp_path / "memory").mkdir()
+    (disk := tmp_path / "disk").mkdir()
+    free = {memory: 2**30, disk: 2**30}
+    monkeypatch.setattr(ways, "MEMORY", memory)
+    monkeypatch.setattr(ways.tempfile, "gettempdir", lambda: str(disk))
+    monkeypatch.setattr(ways.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free[folder.parent]))
+    return free
+
+
+def test_a_part_that_finds_no_room_in_memory_lies_on_a_disk(two_places):
+    (memory, disk), part = two_places, [("a", torch.zeros(2**20))]
+    sender = ways.Files()
+    places = [Path(sender.pack(part)["file"]).parents[1]]
+    two_places[memory] = 19 * 2**20
+    places += [Path(sender.pack(part)["file"]).parents[1]]
+    assert places == [memory, disk]
+    two_places[disk] = 2**20
+    with pytest.raises(ConfigError, match=r"20 MiB(.|\n)*19 MiB in .*memory, 1 MiB in .*disk"):
+        sender.pack(part)
+    sender.close()
+    assert not [*memory.iterdir(), *disk.iterdir()]
+
+
+def test_what_a_killed_run_left_goes_and_what_another_holds_stays(two_places):
+    other, (memory, _) = ways.Files(), two_places
+    (left := memory / f"{ways.PARTS}left").mkdir()
+    (left / "1.safetensors").touch()
+    (young := memory / f"{ways.PARTS}young").mkdir()
+    for folder in (left, *other.folders):
+        os.utime(folder, (0, 0))
+    ways.Files().close()
+    assert sorted(memory.iterdir()) == sorted([young, other.folders[0]])
 
 
 def test_a_name_that_comes_twice_begins_another_part():
@@ -273,6 +310,26 @@ def test_a_burst_of_requests_waits_until_the_socket_takes_them(tmp_path, monkeyp
             ended = [pool.submit(made._ask, "GET", "/health", None, 5.0) for _ in range(6)]
         taking.join()
     assert not any(isinstance(one.exception(), BlockingIOError) for one in ended)
+
+
+@pytest.mark.parametrize(("files", "at_once"), [(client.OTHERS + 7, 3), (64, 1), (-1, client.AT_ONCE)])
+def test_no_more_requests_are_under_way_than_files_may_be_open(files, at_once, monkeypatch):
+    sizes = []
+
+    def pool(size, name):
+        sizes.append(size)
+        return ThreadPoolExecutor(min(size, 4), name)
+
+    monkeypatch.setattr(client, "ThreadPoolExecutor", pool)
+    monkeypatch.setattr(client.resource, "getrlimit", lambda limit: (files, files))
+    monkeypatch.setattr(Server, "post", lambda self, path, body: {"prompt_logprobs": [None]})
+    monkeypatch.setattr(Server, "watched", lambda self, kind: nullcontext())
+    engine = RemoteVLLMEngine(hosts=["here:1"])
+    engine.servers = [Server(Address(name, KEY), silence=5) for name in ("http://one:1", "http://two:1")]
+    asked, answered = [[requests.Asked(key, [1], group=key) for key in range(40)]], {}
+    engine._draw("score", lambda more: asked.pop() if asked else None, answered.update)
+    assert len(answered) == 40
+    assert sizes == [at_once] * 2
 
 
 def test_a_server_that_did_not_start_says_what_its_engine_said(tmp_path):
