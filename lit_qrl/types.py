@@ -251,7 +251,8 @@ class MicroBatch:
         batch: the sequences of this micro-batch.
         total: what the loss sum is divided by, global over the mini-batch and all ranks: kept tokens, or sequences.
         rows: positions of these sequences in the iteration's rollout.
-        has_signal: whether some kept sequence of the mini-batch, on any rank, has an advantage.
+        has_signal: whether some kept sequence of the mini-batch, on any rank, has an advantage; with an entropy or a KL
+            in the loss, whether any is kept.
     """
 
     def __init__(self, batch: RolloutBatch, total: Tensor, rows: Tensor, has_signal: Tensor) -> None:
@@ -272,7 +273,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossContext:
-    """What a correction may look at: one whole mini-batch, detached, fp32.
+    """What a correction may look at: one whole mini-batch, or parts of it where it `needs` no more; detached, fp32.
 
     Args:
         learner_old: log-probs of the learner at the moment of the rollout.

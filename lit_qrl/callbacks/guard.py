@@ -236,5 +236,5 @@ class Guard(RLCallback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue the counts."""
-        self.vetoed, self.skipped = state_dict["vetoed"], state_dict["skipped"]
-        self.vetoed_in_a_row = state_dict["vetoed_in_a_row"]
+        for name in ("vetoed", "skipped", "vetoed_in_a_row"):
+            setattr(self, name, state_dict.get(name, 0))  # an older run may not have counted it

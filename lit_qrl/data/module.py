@@ -354,7 +354,10 @@ class RolloutDataModule(Described, LightningDataModule):
     test_dataloader = predict_dataloader = val_dataloader
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the stream of prompts, at the start of a rollout that is not finished."""
+        """Return the position in the stream of prompts, at the start of a rollout that is not finished.
+
+        Beside it lie rollouts that were drawn ahead, and the tokens of a micro-batch where their number is found.
+        """
         return {**self.schedule.state(self.position, alone=self._ranks == 1), **self.budget.state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

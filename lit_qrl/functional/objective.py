@@ -1,4 +1,4 @@
-"""The losses of the objectives, per token, and their reduction to a scalar.
+"""The losses of the objectives, per token; `reduction.py` makes a scalar of them.
 
 Every function returns `ObjectiveTerms`: a loss "b t" that is 0 where `mask` is False (what belongs to a whole
 sequence stands on each of its tokens), and metrics, each a vector (sum, count) that adds up over micro-batches and

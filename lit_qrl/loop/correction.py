@@ -237,7 +237,7 @@ def check_combination(callbacks: Iterable[Callback], objective: Objective | None
         raise ConfigError(
             f"{' and '.join(carriers)} {count} multiply by the ratio learner_old / sampler, which would raise it to "
             f"the power {len(carriers)}.",
-            expected="at most one of AIS, TruncatedIS, MaskedIS and TBPO",
+            expected="at most one of AIS, TruncatedIS, MaskedIS, TBPO and what else declares carries_ratio",
             given=", ".join(carriers),
             remedy="Keep one; rejections (RatioRejection, GeometricRejection, TokenVeto, OffPolicySequenceMask) "
             "combine with any.",

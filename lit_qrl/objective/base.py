@@ -32,9 +32,10 @@ class Objective(Described, ABC):
             `token_sum` the sum over all tokens of the mini-batch.
         baseline: what centres the rewards: the mean of the `group`, that of its other completions (`leave_one_out`:
             RLOO), or `none`.
-        old_logprobs: denominator of the ratio. `decoupled`: learner_old, scored in a second forward pass. `bypass`: the
-            sampler's own log-probs, without that pass. `policy_gradient`: the current learner: the ratio is 1, nothing
-            is clipped, and only the corrections' weights act.
+        old_logprobs: denominator of the ratio. `decoupled`: learner_old, scored in a forward pass of its own where a
+            rollout is for several updates; with one update it is the training forward itself. `bypass`: the sampler's
+            own log-probs. `policy_gradient`: the current learner: the ratio is 1, nothing is clipped, and only the
+            corrections' weights act.
         kl_coefficient: factor of the KL to the reference policy (`model.policy.reference`); 0 means that none is kept.
         kl_estimator: how the KL is estimated from drawn tokens: `k1`, `k2`, `k3`, or `k3+`, which corrects the gradient
             of k3; `vocabulary` computes it exactly, for one forward pass of the reference beside each of the learner's.

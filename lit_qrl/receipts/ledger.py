@@ -8,7 +8,7 @@ is asked for columns of them, and `column_bound` says what that product may roun
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,12 +44,22 @@ EXPLANATIONS: dict[str, str] = {
 
 
 class TensorReceipt(NamedTuple):
-    """What is remembered of one tensor."""
+    """What is remembered of one tensor; between processes a list in this order, of which `heard` makes one again.
+
+    >>> TensorReceipt.heard([[4], "float32", 12, True]).shape
+    (4,)
+    """
 
     shape: tuple[int, ...]
     dtype: str
     checksum: int
     finite: bool
+
+    @classmethod
+    def heard(cls, told: Sequence[Any]) -> "TensorReceipt":
+        """Return the receipt that another process told of."""
+        shape, *rest = told
+        return cls(tuple(shape), *rest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,15 +253,25 @@ class ReceivedLedger(Ledger):
     def __post_init__(self) -> None:
         super().__init__(self.version)
 
-    def hold(self, receipts: Mapping[str, TensorReceipt], repeated: Sequence[str], size: int) -> None:
-        """Take what an engine in another process has recorded.
+    def told(self) -> dict[str, Any]:
+        """Return what an engine in another process tells of its ledger, as JSON has it."""
+        return {
+            "version": self.version,
+            "bytes": self.bytes,
+            "faults": [[one.kind, one.name, one.detail] for one in self.faults],
+            "unread": self.unread,
+            "twice": self.repeated,
+            "receipts": {name: list(one) for name, one in self.receipts().items()},
+        }
 
-        Args:
-            receipts: by name.
-            repeated: names that were recorded more than once.
-            size: in bytes, of all.
-        """
-        self._receipts, self.repeated, self.bytes = dict(receipts), list(repeated), size
+    @classmethod
+    def heard(cls, told: Mapping[str, Any]) -> "ReceivedLedger":
+        """Return the ledger that another process told of."""
+        faults = [Fault(*one) for one in told["faults"]]
+        ledger = cls(told["version"], faults=faults, unread=list(told["unread"]))
+        ledger.repeated, ledger.bytes = list(told["twice"]), told["bytes"]
+        ledger._receipts = {name: TensorReceipt.heard(one) for name, one in told["receipts"].items()}
+        return ledger
 
 
 @dataclass(slots=True, kw_only=True)

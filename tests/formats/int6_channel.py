@@ -19,6 +19,8 @@ class Int6Channel(NumberFormat):
 
     name: ClassVar[str] = "int6_channel"
     bits_per_weight: ClassVar[float] = 6.0
+    suffixes: ClassVar[tuple[str, ...]] = ("weight_packed", "weight_scale")
+    rows_together: ClassVar[int | None] = 1
     inputs_together: ClassVar[int] = 4
 
     @torch.no_grad()
@@ -39,13 +41,8 @@ class Int6Channel(NumberFormat):
         codes = torch.stack([(words >> shift) & 0x3F for shift in (0, 6, 12, 18)], dim=-1).flatten(-2) - 32
         return (codes.float() * q.scales.float()).to(dtype)
 
-    def export(self, q, name):
-        yield f"{name}.weight_packed", q.codes
-        yield f"{name}.weight_scale", q.scales
-
-    def load(self, tensors, shape):
-        codes = tensors["weight_packed"].reshape(shape[0], shape[1] * 3 // 4)
-        return QuantizedWeight(codes, tensors["weight_scale"].reshape(shape[0], 1), None, self, shape)
+    def scale_shape(self, shape):
+        return shape[0], 1
 
     def quantization_config(self, ignore=("lm_head",)):
         weights = {"num_bits": 6, "type": "int", "strategy": "channel"}

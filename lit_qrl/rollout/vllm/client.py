@@ -53,6 +53,7 @@ class RemoteVLLMEngine(VLLM):
     position, so neither their number nor their speed changes what is drawn. A publish goes to all of them; each
     computes the receipts of what it holds. A server that dies, or is silent, is started again while the others go on;
     what they have drawn is kept, and its prompts are drawn again with the same seeds after the publish to the new one.
+    One of `hosts` is waited for, a minute, until whatever looks after it there has started it again.
 
     Args:
         devices: of this host, a server for each: numbers of GPUs, or `cpu`; `auto` is the GPUs that the learner
@@ -357,7 +358,7 @@ class RemoteVLLMEngine(VLLM):
             EngineDiedError: where vLLM failed otherwise.
         """
         if "error" not in outcome:
-            return ledger_of(outcome)
+            return ReceivedLedger.heard(outcome)
         self._abandon()
         for server in self.servers:
             self._forget_prefixes(server)
@@ -397,7 +398,8 @@ class RemoteVLLMEngine(VLLM):
 
     def read_receipts(self, names: Sequence[str]) -> dict[str, TensorReceipt]:
         """Return the receipts of what reads back from the first server under the names."""
-        return receipts_of(self.servers[0].call("receipts_json", json.dumps(list(names))))
+        told = self.servers[0].call("receipts_json", json.dumps(list(names)))
+        return {name: TensorReceipt.heard(one) for name, one in told.items()}
 
     def read_columns(self, layer: str, columns: Sequence[int]) -> Tensor | None:
         """Return columns ("out columns") of a layer's weight as the first server's GEMM multiplies with them."""
@@ -529,23 +531,6 @@ def completion_of(choice: Mapping[str, Any], version: int) -> Completion:
         version=versions[0] if len(versions) == len(tokens) > 0 else version,
         versions=versions if len(versions) == len(tokens) > 0 else None,
     )
-
-
-def receipts_of(told: Mapping[str, Any]) -> dict[str, TensorReceipt]:
-    """Return receipts by name as a server tells them.
-
-    >>> receipts_of({"norm.weight": [[4], "float32", 12, True]})["norm.weight"].shape
-    (4,)
-    """
-    return {name: TensorReceipt(tuple(shape), *rest) for name, (shape, *rest) in told.items()}
-
-
-def ledger_of(told: Mapping[str, Any]) -> ReceivedLedger:
-    """Return the ledger that a server tells of."""
-    ledger = ReceivedLedger(told["version"])
-    ledger.hold(receipts_of(told["receipts"]), told["twice"], told["bytes"])
-    ledger.faults, ledger.unread = [Fault(*one) for one in told["faults"]], list(told["unread"])
-    return ledger
 
 
 def between(ledgers: Sequence[ReceivedLedger], names: Sequence[str]) -> list[Fault]:

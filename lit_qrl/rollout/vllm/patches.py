@@ -42,6 +42,7 @@ class Patch:
         needs: symbols beside those that the change relies on.
         device: that needs it; None for both.
         sources: symbols whose source must be known, with its `digest` in each version that was looked at.
+        since: first version that needs it.
         fixed: version that needs it no more; None where none is known.
 
     >>> old = Patch("locks", "a step hangs", "by a clock", {}, fixed="0.32")
@@ -56,17 +57,18 @@ class Patch:
     needs: Sequence[str] = ()
     device: Literal["cpu", "cuda"] | None = None
     sources: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    since: str = "0.26"
     fixed: str | None = None
 
     @property
     def versions(self) -> str:
         """Which need it, in words."""
-        return "from 0.26" if self.fixed is None else f"0.26 to below {self.fixed}"
+        return f"from {self.since}" if self.fixed is None else f"{self.since} to below {self.fixed}"
 
     def concerns(self, version: Sequence[int], device: str) -> bool:
         """Return True where this vLLM needs the change."""
-        needed = self.fixed is None or tuple(version) < tuple(int(part) for part in self.fixed.split("."))
-        return needed and self.device in (None, device)
+        first, end = (tuple(map(int, one.split("."))) if one else () for one in (self.since, self.fixed))
+        return first <= tuple(version) and (not end or tuple(version) < end) and self.device in (None, device)
 
     def misfit(self) -> str | None:
         """Return what of the installed vLLM is not there, or not as it was looked at; None where all fits."""
@@ -460,4 +462,4 @@ PATCHES = (
         [f"{_EXPERTS}.is_lora_enabled"],
     ),
 )
-"""Every one; at most ten."""
+"""Every one; at most ten, where the same change of symbols that got other names counts once."""

@@ -1,6 +1,7 @@
 """One `vllm serve`, as a run sees it: started or found, asked over HTTP, watched, and started again.
 
-Every word is JSON. A server that ends, refuses a connection, or says nothing for a while counts as dead.
+Every word is JSON. A server that ends, refuses a connection, answers that it failed (a status of 500 or more), or says
+nothing for a while counts as dead.
 """
 
 import http.client
@@ -133,9 +134,10 @@ class Server:
         try:
             body = {"method": "connect_json"}
             found = self._ask("POST", "/collective_rpc", body, max(self.silence, 60.0))["results"][0]
-        except StatusError as error:
-            raise self._not_ours(error) from error
-        except (OSError, http.client.HTTPException, ValueError, LookupError) as error:
+        except (OSError, http.client.HTTPException, ValueError, LookupError, StatusError) as error:
+            known = self.address.started or self._seen
+            if isinstance(error, StatusError) and not (known and error.status >= 500):
+                raise self._not_ours(error) from error
             raise self.died(_words(error)) from error
         differing = skew(versions(), found["versions"])
         if differing:
@@ -154,7 +156,10 @@ class Server:
                 self._ask("GET", "/health", None, CONNECT)
                 return
             except (OSError, http.client.HTTPException, StatusError) as error:
-                ended = self._process is not None and self._process.poll() is not None
+                # What the run has started answers when it is up: a refusal of its own is no start that takes long.
+                ended = self._process is not None and (
+                    isinstance(error, StatusError) or self._process.poll() is not None
+                )
                 if time.monotonic() < until and not ended:
                     time.sleep(PAUSE)
                     continue

@@ -148,15 +148,7 @@ class WorkerExtension:
             faults = [[one.kind, one.name, one.detail] for one in getattr(error, "faults", ())]
             return {"error": type(error).__name__, "said": str(error), "faults": faults}
         ledger: ReceivedLedger = self.weight_transfer_engine.ledger
-        return {
-            "version": ledger.version,
-            "bytes": ledger.bytes,
-            "faults": [[one.kind, one.name, one.detail] for one in ledger.faults],
-            "unread": ledger.unread,
-            "twice": ledger.repeated,
-            "receipts": {name: list(one) for name, one in ledger.receipts().items()},
-            "layers": self.weight_transfer_engine.live.formats(),
-        }
+        return {**ledger.told(), "layers": self.weight_transfer_engine.live.formats()}
 
     def columns_json(self, layer: str, columns: str) -> dict[str, Any]:
         """Return columns "out columns" of a layer's weight as its GEMM multiplies with them, if they are known."""

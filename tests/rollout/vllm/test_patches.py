@@ -21,15 +21,16 @@ BY_NAME = {patch.name: patch for patch in PATCHES}
 
 
 @pytest.mark.parametrize(
-    ("fixed", "inside", "outside"),
+    ("bounds", "inside", "outside"),
     [
-        (None, [(0, 26, 0), (0, 32, 1), (1, 0, 0)], []),
-        ("0.32", [(0, 26, 0), (0, 31, 9)], [(0, 32, 0), (0, 33, 0)]),
-        ("0.27.2", [(0, 26, 1), (0, 27, 1)], [(0, 27, 2)]),
+        ({}, [(0, 26, 0), (0, 32, 1), (1, 0, 0)], []),
+        ({"fixed": "0.32"}, [(0, 26, 0), (0, 31, 9)], [(0, 32, 0), (0, 33, 0)]),
+        ({"fixed": "0.27.2"}, [(0, 26, 1), (0, 27, 1)], [(0, 27, 2)]),
+        ({"since": "0.40"}, [(0, 40, 0), (1, 0, 0)], [(0, 26, 0), (0, 39, 9)]),
     ],
 )
-def test_versions(fixed, inside, outside):
-    one = patch("count", fixed=fixed)
+def test_versions(bounds, inside, outside):
+    one = patch("count", **bounds)
     assert all(one.concerns(version, "cpu") for version in inside)
     assert not any(one.concerns(version, "cpu") for version in outside)
 

@@ -19,12 +19,13 @@ import torch
 
 from lit_qrl.errors import ConfigError
 from lit_qrl.loop.turns import Conversations
+from lit_qrl.receipts.ledger import ReceivedLedger
 from lit_qrl.rollout.embedded.engine import TransformersEngine
 from lit_qrl.rollout.engine import EngineDiedError, Learners, Pauses, SamplerSpec
 from lit_qrl.rollout.vllm import client, guard, requests, server, ways
 from lit_qrl.rollout.vllm.addresses import Address, addresses, read_key
 from lit_qrl.rollout.vllm.base import VLLM
-from lit_qrl.rollout.vllm.client import RemoteVLLMEngine, between, completion_of, ledger_of
+from lit_qrl.rollout.vllm.client import RemoteVLLMEngine, between, completion_of
 from lit_qrl.rollout.vllm.installation import versions
 from lit_qrl.rollout.vllm.server import Server
 from lit_qrl.types import SamplingParams
@@ -80,6 +81,26 @@ def test_a_server_that_nobody_started_is_named_and_one_that_was_there_is_dead(mo
         one.open()
     one._seen = True
     with pytest.raises(EngineDiedError, match="did not come up: Connection refused"):
+        one.open()
+
+
+def test_one_that_was_there_and_fails_when_it_is_asked_again_is_dead():
+    with standing_in(lambda path, body: (500, {})) as address:
+        one = Server(Address(address, KEY), silence=5)
+        one._seen = True
+        with pytest.raises(EngineDiedError, match=r"is gone: .*answered 500"):
+            one.open()
+
+
+def test_one_that_the_run_started_and_that_says_it_failed_is_not_waited_for(monkeypatch):
+    def asked(self, method, path, body, timeout):
+        raise server.StatusError(path, 503, "the engine is dead")
+
+    monkeypatch.setattr(Server, "_ask", asked)
+    one = Server(Address("cpu"), silence=5)
+    one._process = SimpleNamespace(poll=lambda: None, wait=lambda seconds: 1)
+    one._folder = Path()
+    with pytest.raises(EngineDiedError, match=r"did not come up: .*answered 503"):
         one.open()
 
 
@@ -218,11 +239,14 @@ def told(value=1, **changes):
 
 
 def test_a_difference_between_servers_is_a_fault():
-    ledgers = [ledger_of(one) for one in (told(), told(2), told(twice=["a"], faults=[["gemm", "b", ""]], receipts={}))]
+    ledgers = [
+        ReceivedLedger.heard(one)
+        for one in (told(), told(2), told(twice=["a"], faults=[["gemm", "b", ""]], receipts={}))
+    ]
     found = {(one.kind, one.name) for one in between(ledgers, ["one", "two", "three"])}
     assert found == {("different", "a"), ("missing", "a"), ("gemm", "b")}
     assert ledgers[2].repeated == ["a"]
-    assert between([ledger_of(told()), ledger_of(told())], ["one", "two"]) == []
+    assert between([ReceivedLedger.heard(told()), ReceivedLedger.heard(told())], ["one", "two"]) == []
 
 
 def test_a_completion_says_which_weights_drew_it_where_the_server_does():
