@@ -476,10 +476,13 @@ class RemoteVLLMEngine(VLLM):
             "cache_salt": f"version {version}",  # by which no prefix of other weights is found
         }
         answer = server.post("/inference/v1/generate", body)
-        if asked.sampling is not None:
-            return asked.key, completion_of(answer["choices"][0], version)
-        found = zip(answer["prompt_logprobs"], asked.tokens, strict=True)
-        values = [tokens[str(token)]["logprob"] for tokens, token in found if tokens is not None]
+        try:
+            if asked.sampling is not None:
+                return asked.key, completion_of(answer["choices"][0], version)
+            found = zip(answer["prompt_logprobs"], asked.tokens, strict=True)
+            values = [tokens[str(token)]["logprob"] for tokens, token in found if tokens is not None]
+        except (LookupError, TypeError, ValueError) as error:
+            raise server.died(f"its answer lacks what was asked for: {type(error).__name__}: {error}") from error
         return asked.key, torch.tensor([math.nan if one is None else one for one in values], dtype=torch.float32)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:

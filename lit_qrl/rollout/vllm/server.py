@@ -249,7 +249,10 @@ class Server:
     def call(self, method: str, *args: str, timeout: float | None = None) -> dict[str, Any]:
         """Return what a method of the worker returns (`collective_rpc`)."""
         body = {"method": method, "args": list(args)}
-        return self.post("/collective_rpc", body, timeout or self.silence)["results"][0]
+        try:
+            return self.post("/collective_rpc", body, timeout or self.silence)["results"][0]
+        except LookupError as error:
+            raise self.died(f"its worker's answer to {method} is empty") from error
 
     def post(self, path: str, body: Any = None, timeout: float | None = None, **query: Any) -> dict[str, Any]:
         """Return the answer of a route of vLLM's.

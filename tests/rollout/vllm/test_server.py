@@ -133,6 +133,8 @@ def test_a_server_that_fails_is_dead_and_one_that_refuses_is_not():
             one.post("/400")
         with pytest.raises(EngineDiedError, match="answered 500"):
             one.post("/500")
+    with standing_in(lambda path, body: (200, {})) as address, pytest.raises(EngineDiedError, match="to ask is empty"):
+        Server(Address(address, KEY), silence=5).call("ask")
 
 
 def test_nothing_that_comes_over_the_network_is_unpickled():
@@ -354,6 +356,17 @@ def test_no_more_requests_are_under_way_than_files_may_be_open(files, at_once, m
     engine._draw("score", lambda more: asked.pop() if asked else None, answered.update)
     assert len(answered) == 40
     assert sizes == [at_once] * 2
+
+
+@pytest.mark.parametrize("sampling", [None, SamplingParams()])
+def test_an_answer_without_what_was_asked_for_is_a_death(sampling, monkeypatch):
+    monkeypatch.setattr(Server, "post", lambda self, path, body: {})
+    monkeypatch.setattr(Server, "watched", lambda self, kind: nullcontext())
+    engine = RemoteVLLMEngine(hosts=["here:1"])
+    engine.servers = [Server(Address("http://one:1", KEY), silence=5)]
+    asked = [[requests.Asked(0, [1, 2], sampling)]]
+    with pytest.raises(EngineDiedError, match="one:1 is gone: its answer lacks what was asked for"):
+        engine._draw("draw", lambda more: asked.pop() if asked else None, {}.update)
 
 
 def test_a_server_that_did_not_start_says_what_its_engine_said(tmp_path):
