@@ -17,6 +17,7 @@ from lit_qrl.network.folder import INDEX, FolderReader, appearing
 from lit_qrl.network.linears import quantizable_linears
 from lit_qrl.quantize import quantize_checkpoint
 from tests.families.configs import BY_TYPE, model_folder
+from tests.formats.int6_channel import Int6Channel
 from tests.networks import build_network, build_tokenizer
 
 FORMATS = {"nvfp4": {}, "mxfp4": {}, "nf4": {}, "int4_group": {"group_size": 32}}
@@ -257,9 +258,11 @@ def test_shapes_excludes_and_values_that_do_not_fit(source, tmp_path):
     [
         ("gpt_oss", "int4_group", r"in one piece.*layers.0.mlp.experts.*--exclude '\*.experts'"),
         ("qwen3_moe", "nf4", r"No library reads experts in nf4.*int4_group.*Given: model.layers.0"),
+        ("qwen3_moe", "int6_channel", r"No library reads experts in int6_channel"),
     ],
 )
-def test_experts_that_no_library_would_read_are_not_written(tmp_path, kind, name, said):
+def test_experts_that_no_library_would_read_are_not_written(tmp_path, kind, name, said, format_rows):
+    formats.register(Int6Channel)
     source = Path(model_folder(BY_TYPE[kind], tmp_path / "model"))
     failing(said, source, tmp_path / "out", formats.get(name))
     assert not (tmp_path / "out").exists()

@@ -67,23 +67,20 @@ class FormatSupport:
     vllm_lends: tuple[str, ...] = ()
     vllm_varies: bool = True
     folders: bool = True
-    folder_experts: tuple[str, ...] = ("vLLM",)
+    folder_experts: tuple[str, ...] = ()
     folder_dtype: torch.dtype | None = None
     under: Mapping[str, "FormatSupport"] = field(default_factory=dict)
 
 
 _BOTH = ("cpu", "cuda")
 _LIBRARIES = ("vLLM", "transformers")
-_PLAIN = FormatSupport(
-    vllm=_BOTH, vllm_varies=False, vllm_copied=("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+_READ = FormatSupport(folder_experts=("vLLM",))
+_PLAIN = replace(
+    _READ, vllm=_BOTH, vllm_varies=False, vllm_copied=("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 )
-_FP8 = FormatSupport(fp8=gemm.FP8, dequantizes_at_once=True, vllm=_BOTH, vllm_head=True, vllm_copied=("W8A8Fp8",))
-_4_BITS = FormatSupport(
-    dequantizes_at_once=True,
-    vllm=("cuda",),
-    folder_dtype=torch.bfloat16,
-)
-_INT4 = FormatSupport(dequantizes_at_once=True, vllm=("cuda",), vllm_half_only=_BOTH, vllm_head=True)
+_FP8 = replace(_READ, fp8=gemm.FP8, dequantizes_at_once=True, vllm=_BOTH, vllm_head=True, vllm_copied=("W8A8Fp8",))
+_4_BITS = replace(_READ, dequantizes_at_once=True, vllm=("cuda",), folder_dtype=torch.bfloat16)
+_INT4 = replace(_READ, dequantizes_at_once=True, vllm=("cuda",), vllm_half_only=_BOTH, vllm_head=True)
 
 TABLE: dict[str, FormatSupport] = {
     "bf16": _PLAIN,
@@ -110,7 +107,8 @@ TABLE: dict[str, FormatSupport] = {
         vllm_experts=("cuda",),
         vllm_methods=("W8A8Fp8[block]", "W8A16Fp8[block]", "Fp8LinearMethod[block]"),
     ),
-    "int8_channel": FormatSupport(
+    "int8_channel": replace(
+        _READ,
         dequantizes_at_once=True,
         vllm=_BOTH,
         vllm_cpu_operators=("dynamic_scaled_int8_quant", "create_onednn_scaled_mm_handler", "onednn_scaled_mm"),
@@ -136,13 +134,9 @@ TABLE: dict[str, FormatSupport] = {
     ),
     "mxfp4": replace(_4_BITS, vllm_methods=("W4A4Mxfp4", "W4A16Mxfp4")),
     # vLLM multiplies it on Blackwell, where nobody tried it yet; below, Marlin leaves the activations as they are.
-    "mxfp8": FormatSupport(audited=False, folder_experts=()),
-    "nf4": FormatSupport(
-        audited=False,
-        dequantizes_at_once=True,
-        folder_experts=(),
-    ),
-    "int3_channel": FormatSupport(audited=False, folders=False, folder_experts=()),
+    "mxfp8": FormatSupport(audited=False),
+    "nf4": FormatSupport(audited=False, dequantizes_at_once=True),
+    "int3_channel": FormatSupport(audited=False, folders=False),
 }
 """A row for each format, by name."""
 

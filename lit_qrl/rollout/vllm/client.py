@@ -516,6 +516,9 @@ def completion_of(choice: Mapping[str, Any], version: int) -> Completion:
         choice: of the answer.
         version: of the weights, where the answer does not say it.
 
+    Raises:
+        LookupError, TypeError, ValueError: for what is no whole completion.
+
     >>> spans = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 2}]
     >>> content = [{"logprob": -0.5}, {"logprob": -0.25}]
     >>> made = completion_of({"token_ids": [7, 8], "logprobs": {"content": content}, "weight_versions": spans}, 3)
@@ -526,11 +529,13 @@ def completion_of(choice: Mapping[str, Any], version: int) -> Completion:
     spans = choice.get("weight_versions") or []
     known = [one for one in spans if one["version"].isdecimal()]
     versions = [int(one["version"]) for one in known for _ in range(one["start"], one["end"])]
-    logprobs = (choice.get("logprobs") or {}).get("content") or []
+    logprobs, ended = choice["logprobs"]["content"], choice.get("finish_reason")
+    if not 0 < len(tokens) == len(logprobs) or ended in ("abort", "error"):
+        raise ValueError(f"{len(tokens)} tokens with {len(logprobs)} log-probs, ended by {ended}")
     return Completion(
         token_ids=tokens,
         logprobs=[math.nan if one["logprob"] is None else one["logprob"] for one in logprobs],
-        finish_reason="stop" if choice.get("finish_reason") == "stop" else "length",
+        finish_reason="stop" if ended == "stop" else "length",
         version=versions[0] if len(versions) == len(tokens) > 0 else version,
         versions=versions if len(versions) == len(tokens) > 0 else None,
     )

@@ -358,9 +358,14 @@ def test_no_more_requests_are_under_way_than_files_may_be_open(files, at_once, m
     assert sizes == [at_once] * 2
 
 
-@pytest.mark.parametrize("sampling", [None, SamplingParams()])
-def test_an_answer_without_what_was_asked_for_is_a_death(sampling, monkeypatch):
-    monkeypatch.setattr(Server, "post", lambda self, path, body: {})
+NOTHING = {"token_ids": [], "logprobs": {"content": []}, "finish_reason": "length"}
+GIVEN_UP = {"token_ids": [7], "logprobs": {"content": [{"logprob": -1.0}]}, "finish_reason": "abort"}
+
+
+@pytest.mark.parametrize("answer", [{}, {"choices": [NOTHING]}, {"choices": [GIVEN_UP]}, {"prompt_logprobs": []}])
+def test_an_answer_without_what_was_asked_for_is_a_death(answer, monkeypatch):
+    sampling = None if "prompt_logprobs" in answer else SamplingParams()
+    monkeypatch.setattr(Server, "post", lambda self, path, body: answer)
     monkeypatch.setattr(Server, "watched", lambda self, kind: nullcontext())
     engine = RemoteVLLMEngine(hosts=["here:1"])
     engine.servers = [Server(Address("http://one:1", KEY), silence=5)]
