@@ -241,7 +241,7 @@ class Server:
             log = (self._folder / LOG).read_text(errors="replace")
         errors = dict.fromkeys(reversed(ERROR.findall(log[-LAST:])))
         said = " | ".join(reversed(list(errors)[:2]))[:400]  # of an engine's process, then what the server made of it
-        how = "does not answer" if status is None else f"ended with status {status}"
+        how = "is given up" if status is None else f"ended with status {status}"
         return f"The vLLM server on {self.address.name} {how}: {why}{f' ({said})' if said else ''}"
 
     # --------------------------------------------------------------------------------------------------------- asking

@@ -437,7 +437,7 @@ def test_a_death_is_named_in_time_and_the_next_server_draws_the_same(served, wha
         expected = engine.generate(asked, 2, seed=5)
     served.struck.append((what.rpartition(" ")[2], lambda one: os.killpg(one._process.pid, how)))
     begun = time.monotonic()
-    with pytest.raises(EngineDiedError, match="status -9" if how == signal.SIGKILL else "does not answer: no answer"):
+    with pytest.raises(EngineDiedError, match="status -9" if how == signal.SIGKILL else "is given up: no answer"):
         served.publish(engine, 1) if "update" in what else engine.generate(asked, 2, seed=5)
     assert time.monotonic() - begun < 10
     with pytest.raises(RuntimeError, match="no complete weights"):
