@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -166,50 +167,53 @@ def test_a_full_disk_is_one_sentence_that_names_file_and_disk(ended, name):
     assert len(re.findall(rf"{re.escape(name)} {why}", said)) == 1, said
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """Return a disk of 64 MiB."""
-    mount = tmp_path / "disk"
-    mount.mkdir()
-    words = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(mount)]
-    if os.geteuid() or subprocess.run(words, capture_output=True, check=False).returncode:
-        pytest.skip("no file system can be mounted here")
-    yield mount
-    subprocess.run(["umount", "-l", str(mount)], check=False)
-
-
 PLACES = {"a row": "on_train_batch_end", "a checkpoint": "on_train_epoch_end", "the report": "on_fit_end"}
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_a_run_that_a_full_disk_ended_goes_on_with_the_same_bits(small_disk, tmp_path, place):
-    """The disk is full from a moment of the second iteration on."""
-    ballast, unbroken = small_disk / "ballast", tmp_path / "unbroken"
-    fills = (
-        "import shutil\ndef fill():\n"
-        f"    with open({str(ballast)!r}, 'wb', buffering=0) as file:\n"
-        "        try:\n            while file.write(bytes(4096)): pass\n        except OSError: pass\n"
-        f"at(GRPOModule, {PLACES[place]!r}, fill, {1 if place == 'the report' else 2})\n"
-    )
-    model, options, programs = model_folder(tmp_path / "model"), ["--checkpoint.every_n_iterations", "1"], []
-    for before, folder, more in (
-        ("", unbroken, []),
-        (fills, small_disk, []),
-        (f"os.unlink({str(ballast)!r})\n", small_disk, ["--resume_if_possible", "true"]),
-    ):
-        folder.mkdir(exist_ok=True)
-        words = command(folder, model, *options, *more, epochs=3)
-        programs.append(f"{before}sys.argv[1:] = {words!r}\nmain()")
-    written = tmp_path / "written"
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory):
+    """Return an unbroken run, and of each disk of 64 MiB, full from a moment on: where it is, and both its runs."""
+    folder, programs, options = tmp_path_factory.mktemp("full"), [], ["--checkpoint.every_n_iterations", "1"]
+    model, written = model_folder(folder / "model"), folder / "written"
     written.mkdir()
-    whole, full, again = run_each(SHARED, programs, written, seconds=600)
-    assert (whole.returncode, full.returncode, again.returncode) == (0, 70, 0), told(full)
-    assert re.search(
-        rf"{small_disk}/run/\S+ could not be written: No space left on device \({small_disk} has", told(full)
-    )
+
+    def program(run, before="", *more):
+        run.mkdir(exist_ok=True)
+        programs.append(f"{before}sys.argv[1:] = {command(run, model, *options, *more, epochs=3)!r}\nmain()")
+
+    program(folder / "unbroken")
+    with ExitStack() as mounts:
+        for place, moment in PLACES.items():
+            disk = folder / place.replace(" ", "_")
+            ballast = disk / "ballast"
+            disk.mkdir()
+            words = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(disk)]
+            if os.geteuid() or subprocess.run(words, capture_output=True, check=False).returncode:
+                pytest.skip("no file system can be mounted here")
+            mounts.callback(subprocess.run, ["umount", "-l", str(disk)], check=False)
+            fills = (
+                "import shutil\ndef fill():\n"
+                f"    with open({str(ballast)!r}, 'wb', buffering=0) as file:\n"
+                "        try:\n            while file.write(bytes(4096)): pass\n        except OSError: pass\n"
+                f"at(GRPOModule, {moment!r}, fill, {1 if place == 'the report' else 2})\n"
+            )
+            program(disk, fills)
+            program(disk, f"os.unlink({str(ballast)!r})\n", "--resume_if_possible", "true")
+        whole, *ends = run_each(SHARED, programs, written, seconds=900)
+        assert whole.returncode == 0, told(whole)
+        disks = (folder / place.replace(" ", "_") for place in PLACES)
+        yield folder / "unbroken", dict(zip(PLACES, zip(disks, ends[::2], ends[1::2], strict=True), strict=True))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_run_that_a_full_disk_ended_goes_on_with_the_same_bits(filled, place):
+    """The disk is full from a moment of the second iteration on."""
+    unbroken, (disk, full, again) = filled[0], filled[1][place]
+    assert (full.returncode, again.returncode) == (70, 0), told(full)
+    assert re.search(rf"{disk}/run/\S+ could not be written: No space left on device \({disk} has", told(full))
     assert "Traceback" not in told(again)
-    one, other = (folder / "run" / "checkpoints" / "last.ckpt" for folder in (unbroken, small_disk))
+    one, other = (folder / "run" / "checkpoints" / "last.ckpt" for folder in (unbroken, disk))
     first, second = (torch.load(path, weights_only=True)["state_dict"] for path in (one, other))
     assert all(torch.equal(first[key], second[key]) for key in first)
-    rows = [(folder / "run" / "metrics.csv").read_text().splitlines() for folder in (unbroken, small_disk)]
+    rows = [(folder / "run" / "metrics.csv").read_text().splitlines() for folder in (unbroken, disk)]
     assert len(rows[0]) == len(rows[1])
