@@ -123,7 +123,7 @@ class Denoiser:
         self.head, self.stack = SamplerHead.of(network, head_dtype), Stack.of(network)
         self.device = network.get_input_embeddings().weight.device
         self.mask_token: int = network.config.mask_token_id
-        self.words, self.greedy = len(network.get_output_embeddings().weight), sampling.temperature == 0
+        self.words, self.greedy = network.get_output_embeddings().weight.shape[0], sampling.temperature == 0
         limit = CHUNK_ELEMENTS.get(self.device.type, CHUNK_ELEMENTS["cpu"])
         self.share = max(1, limit // (block * self.words))
         """Rows whose tokens are drawn at once."""

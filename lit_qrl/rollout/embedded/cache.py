@@ -215,7 +215,7 @@ class SlotCache(RoundedCache):
                 if not new.is_initialized:
                     new.lazy_initialization(old.keys, old.values)
                 for source, target in ((old.keys, new.keys), (old.values, new.values)):
-                    taken = source[sources[:, None], :, columns].transpose(1, 2).masked_fill(empty, 0)
+                    taken = source[sources[:, None], :, columns].transpose(1, 2).masked_fill_(empty, 0)
                     target[:, :, :ends].index_copy_(0, targets, taken)
 
 

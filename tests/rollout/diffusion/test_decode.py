@@ -1,6 +1,8 @@
 import pytest
 import torch
 
+from lit_qrl import formats
+from lit_qrl.network.quantized_linear import QuantizedLinear
 from lit_qrl.rollout import graphs
 from lit_qrl.rollout.diffusion.decode import Denoiser
 from lit_qrl.rollout.graphs import Trust
@@ -63,6 +65,18 @@ def test_tokens_and_their_order_are_those_of_the_published_loop(network, block, 
         assert drawn.unmasked_at[row].tolist() == when
     assert (drawn.length == LENGTH).all()
     assert not drawn.stopped.any()
+
+
+def test_a_head_in_a_format_draws_what_its_numbers_say():
+    network, format = build_denoiser(tie_word_embeddings=False), formats.get("fp8_row")
+    weight = network.lm_head.weight.detach()
+    held, quantized = QuantizedLinear(format, weight.shape), format.quantize(weight)
+    held.set_weight(quantized)
+    network.lm_head = torch.nn.Linear(*reversed(weight.shape), bias=False)
+    network.lm_head.weight.data = format.dequantize(quantized)
+    expected = run(network, 4, 2, temperature=0.0)
+    network.lm_head = held
+    assert run(network, 4, 2, temperature=0.0).tokens.equal(expected.tokens)
 
 
 def test_positions_of_one_confidence_are_unmasked_from_the_left():
