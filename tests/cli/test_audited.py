@@ -73,7 +73,8 @@ def test_a_run_that_cannot_be_audited(changes, message, run_file):
 
 
 @pytest.mark.vllm
-def test_vllm_is_measured_where_the_run_draws_with_it(run_file):
+def test_vllm_is_measured_where_the_run_draws_with_it(run_file, format_rows):
+    format_rows("nvfp4", vllm=("cuda",))  # other tests of this process have emulated it on a CPU
     engine = {"class_path": "VLLMEngine", "init_args": {"enforce_eager": True, "kv_cache_gib": 0.1}}
     path = run_file({"head_dim": 32}, data__engine=engine)
     words = ["--config", path, "--formats", "fp8_row", "nvfp4", "--speed", "--device", "cpu"]
