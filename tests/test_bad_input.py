@@ -214,6 +214,7 @@ KNOWN_BEFORE_A_MODEL = {
     f"--data.task.rewards+={HERE}.fiew": "no function 'fiew' in tests.test_bad_input … Did you mean 'few'?",
     reward("needy"): f"function {HERE}.needy … 'solution' is no column … Given: needy(completions, solution)",
     reward("few", wait=1): "'wait'",
+    reward("ShortRewerd", limit=1): "no function 'ShortRewerd' … Did you mean 'ShortReward'?",
     "--data.reward_weights '{maths: 0.5}'": "names no reward of the task: 'maths' … Did you mean 'math'?",
     "--data.task.path rowz.jsonl": "'rowz.jsonl' does not exist … Did you mean 'rows.jsonl'?",
     "--data.task.prompt_column questions": "no column 'questions' … question, answer … Did you mean 'question'?",

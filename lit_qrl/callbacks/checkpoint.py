@@ -1,9 +1,10 @@
 """Saves the run in one fixed place, atomically, in the background, as often as costs little."""
 
 import signal
+import threading
 import time
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,7 +17,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lit_qrl.errors import ConfigError
 from lit_qrl.run.checkpoint_files import CheckpointFiles, read_checkpoint, staging, whole_checkpoints
 from lit_qrl.run.description import Described
-from lit_qrl.run.folder import check_place, last_checkpoint
+from lit_qrl.run.folder import check_place, last_checkpoint, shown
 from lit_qrl.run.interrupt import Interrupted, InterruptedTogether, Interruption, deadline
 from lit_qrl.strategies.peers import Peers
 
@@ -101,7 +102,7 @@ class RunCheckpoint(Described, Checkpoint):
         told = self._told(trainer, pl_module)
         if kept or _ends(trainer) or told is not None or self._due(trainer, iteration):
             began = time.perf_counter()
-            with pl_module.iteration.timed("checkpoint"):
+            with pl_module.iteration.timed("checkpoint"), _telling(trainer) if _ends(trainer) else nullcontext():
                 self._save(trainer, f"iteration-{iteration}" if kept else None)
             ended = time.perf_counter()
             self._next = ended + (ended - began) / SHARE
@@ -137,12 +138,14 @@ class RunCheckpoint(Described, Checkpoint):
     def on_train_end(self, trainer: Trainer, pl_module: "GRPOModule") -> None:
         """Save the last iteration, if its end did not know that it is the last."""
         if self._saved != trainer.global_step:
-            self._save(trainer, None)
+            with _telling(trainer):
+                self._save(trainer, None)
 
     def teardown(self, trainer: Trainer, pl_module: "GRPOModule", stage: str) -> None:
         """Wait for the last file; Lightning comes to this callback after those that save nothing."""
         if stage == "fit":
-            self._files.wait(PATIENCE)
+            with _telling(trainer):
+                self._files.wait()
             self._interruption.remove()
         if self._requeueing is not None:
             signal.signal(signal.SIGUSR1, self._requeueing)
@@ -200,6 +203,18 @@ class RunCheckpoint(Described, Checkpoint):
         finally:
             trainer.strategy.checkpoint_io = before
         self._saved = trainer.global_step
+
+
+@contextmanager
+def _telling(trainer: Trainer) -> Iterator[None]:
+    """Say what is waited for, where that takes long."""
+    path = shown(Path(trainer.default_root_dir) / "checkpoints" / "last.ckpt")
+    line = threading.Timer(PATIENCE, lambda: print(f"Writing the last iteration's checkpoint: {path}", flush=True))
+    line.start()
+    try:
+        yield
+    finally:
+        line.cancel()
 
 
 def _ends(trainer: Trainer) -> bool:

@@ -4,7 +4,7 @@ import re
 import textwrap
 from collections.abc import Iterator
 
-from lit_qrl.errors import ConfigError, nearest
+from lit_qrl.errors import ConfigError, listed, nearest
 from lit_qrl.shipped import SHIPPED
 
 WIDTH = 118
@@ -26,7 +26,8 @@ def models(*family: str) -> None:
     Raises:
         ConfigError: for a family that was not measured.
     """
-    sections = [section.splitlines() for section in (SHIPPED / "docs" / "models.md").read_text().split("\n## ")]
+    page = (SHIPPED / "docs" / "models.md").read_text(encoding="utf-8")
+    sections = [section.splitlines() for section in page.split("\n## ")]
     names = [row[0] for row in _rows(sections[1])[1:]]
     chosen = [_found(name, names) for name in family]
     for name in chosen or names:
@@ -46,6 +47,8 @@ def _found(name: str, names: list[str]) -> str:
         # A name of the hub has its family's in it, of which the longest is the nearest: Qwen3-MoE before Qwen3.
         within = max((known for known in plain if known in wanted), key=len, default=None)
         meant = f"Did you mean {plain[within]!r}?" if within else nearest(name, names)
+        if begins := [one for known, one in plain.items() if known.startswith(wanted)]:
+            meant = f"Choose one of {listed(begins)}."
         raise ConfigError(
             f"{name!r} is no family that was measured.",
             remedy=f"{meant} A model of another family may work all the "

@@ -4,6 +4,7 @@ import importlib
 import inspect
 import json
 import re
+import sys
 from argparse import SUPPRESS, Action, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NoReturn, get_args, get_origin
@@ -199,6 +200,9 @@ def _replaced(value: Any) -> Any:
     if not isinstance(path, str) or not _is_function(path):
         return value
     arguments = (given.get("init_args") or {}) if isinstance(given, Mapping) else {}
+    where, _, name = path.rpartition(".")
+    if not hasattr(sys.modules.get(where), name):
+        arguments = {}  # `FunctionReward` says that there is none of the name, before options that it does not have
     return {"class_path": CLASS_PATH, "init_args": {"function": path, **arguments}}
 
 

@@ -1,13 +1,13 @@
 """The formats that hold plain floating point: bf16, fp16, fp32."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from lit_qrl.formats.base import NumberFormat, QuantizedWeight
+from lit_qrl.formats.base import NumberFormat, QuantizedWeight, expect_shape
 from lit_qrl.formats.numerics import require_finite
 
 
@@ -34,6 +34,10 @@ class Dense(NumberFormat):
 
     def dequantize(self, q: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
         return q.codes.to(dtype)
+
+    def load(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantizedWeight:
+        """Return the weight as it came, of any plain dtype."""
+        return expect_shape(QuantizedWeight(tensors["weight"], None, None, self, shape), shape)
 
     def quantization_config(self, ignore: Sequence[str] = ("lm_head",)) -> dict[str, Any]:
         """Return an empty dict: a plain checkpoint has no `quantization_config`."""

@@ -193,6 +193,8 @@ def repeated_ngrams(tokens: Int[Tensor, "b t"], mask: Bool[Tensor, "b t"], n: in
     >>> repeated_ngrams(torch.tensor([[5, 6, 5, 6, 5]]), torch.ones(1, 5, dtype=torch.bool), n=2)
     tensor([0.5000])
     """
+    if n < 1:
+        raise ValueError(f"An n-gram has at least one token. Expected: n >= 1. Given: {n}. Raise n.")
     if mask.shape[1] < n:
         return torch.zeros(mask.shape[0], device=mask.device)
     windows = mask.shape[1] - n + 1

@@ -184,6 +184,8 @@ def deal_by_length(lengths: Sequence[int], parts: int) -> list[list[int]]:
     >>> deal_by_length([2, 9, 2, 3, 2, 2], 2)
     [[1], [3, 0, 2, 4, 5]]
     """
+    if parts > len(lengths):
+        raise ValueError(f"Cannot deal {len(lengths)} sequences into {parts} micro-batches; lower data.micro_batches.")
     longest = max(max(lengths), 1)
     return _balanced(lambda capacity: padded_parts(lengths, capacity), longest, longest * len(lengths), parts)
 

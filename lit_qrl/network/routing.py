@@ -158,6 +158,11 @@ class _Choice(TorchFunctionMode):
         self.own = self.taken = result[1]
         if self.given is None:
             return result
+        if len(self.given) != len(scores):  # those of one token would be taken for all
+            raise ValueError(
+                f"{self.router.name} is given the routes of {len(self.given)} tokens in a forward pass of "
+                f"{len(scores)}. Expected: one route for each token."
+            )
         given = self.given.long()
         chosen = self.taken = torch.where(given == unrouted(self.given.dtype), result[1], given)
         return torch.return_types.topk((scores.gather(1, chosen), chosen))

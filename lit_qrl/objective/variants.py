@@ -230,6 +230,13 @@ class TBPO(Objective):
         super().__init__(**kwargs)
         checks.check_clip(clip_high=clip_high, neg_low=neg_low, neg_high=neg_high)
         checks.check_above(1.0, mismatch_cap=mismatch_cap)
+        if self.old_logprobs == "bypass":  # a Trainer refuses it of any objective; a loop of one's own does not ask
+            raise ConfigError(
+                "TBPO carries the mismatch weight; a ratio against the sampler would count the mismatch twice.",
+                expected="old_logprobs: decoupled or policy_gradient",
+                given="bypass",
+                remedy="Set old_logprobs to decoupled.",
+            )
         self.clip_high, self.neg_low, self.neg_high, self.mismatch_cap = clip_high, neg_low, neg_high, mismatch_cap
 
     def surrogate(self, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, batch: RolloutBatch) -> ObjectiveTerms:

@@ -271,9 +271,10 @@ def check_shapes(
             expected = error.expected
     if faults:
         count = "1 layer does" if len(faults) == 1 else f"{len(faults)} layers do"
-        smaller = "Choose a smaller group_size, exclude" if hasattr(format, "group_size") else "Exclude"
+        smaller = getattr(format, "group_size", 0) > 32  # engines take 32, 64 and 128
+        first = "Choose a smaller group_size (32 or 64), exclude" if smaller else "Exclude"
         raise ConfigError(
             f"{count} not fit {format.name}: {', '.join(faults[:4])}{' …' if len(faults) > 4 else ''}.",
             expected=expected,
-            remedy=f"{smaller} them with globs in {where}, or choose another format.",
+            remedy=f"{first} them with globs in {where}, or choose another format.",
         )

@@ -132,7 +132,10 @@ class UnifiedFP8(QuantizedPrecision):
 
     @override
     def check_model(self, network: nn.Module, device: torch.device) -> None:
+        before = getattr(self.backend, "name", None)
         self.arithmetic.take(block_fp8.backend(self._asked, bool(self.fuse), device))
+        if self._asked == "auto" and self.backend.name != before:
+            log.info("UnifiedFP8 takes the backend %s.", self.backend.name)
         if self.backend.name != "emulate":
             self._check_shapes(quantizable_layers(network, self.exclude))
         super().check_model(network, device)
@@ -141,8 +144,6 @@ class UnifiedFP8(QuantizedPrecision):
     def convert_module(self, module: nn.Module) -> nn.Module:
         device = device_of(module)
         super().convert_module(module)  # which checks, and chooses the backend
-        if self._asked == "auto":
-            log.info("UnifiedFP8 takes the backend %s.", self.backend.name)
         if self._asked == "auto" and self.backend.name == "emulate":
             tell_emulated("UnifiedFP8", self.format, device)
         if self.fuse is True or self.backend.name == "torch":

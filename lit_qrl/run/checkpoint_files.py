@@ -95,19 +95,13 @@ class CheckpointFiles:
         self._thread = threading.Thread(target=self._write, args=(staged, list(targets)), name="checkpoint")
         self._thread.start()
 
-    def wait(self, patience: float | None = None) -> None:
+    def wait(self) -> None:
         """Return when everything is written.
-
-        Args:
-            patience: seconds after which a line says what is waited for; None says nothing.
 
         Raises:
             StoppedError: when it could not be.
         """
         if self._thread is not None:
-            self._thread.join(patience)
-            if self._thread.is_alive():
-                print(f"Writing the last iteration's checkpoint: {shown(self._target)}", flush=True)
             self._thread.join()
             self._thread = None
         error, self._error = self._error, None

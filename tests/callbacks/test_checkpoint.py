@@ -1,6 +1,7 @@
 import os
 import signal
 import threading
+import time
 
 import pytest
 import torch
@@ -9,12 +10,12 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.trainer.connectors import signal_connector
 from peft import LoraConfig
 
-from lit_qrl.callbacks import AIS, AQNNoise
+from lit_qrl.callbacks import AIS, AQNNoise, checkpoint
 from lit_qrl.callbacks.checkpoint import resolve_checkpoint
 from lit_qrl.errors import ConfigError
 from lit_qrl.run import checkpoint_files as saving
 from lit_qrl.run.checkpoint_files import CheckpointFiles
-from lit_qrl.run.folder import last_checkpoint
+from lit_qrl.run.folder import last_checkpoint, shown
 from lit_qrl.run.interrupt import Interrupted
 from tests.tiny_run import build, calling, fit, model_folder, parameters_of
 
@@ -29,6 +30,15 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path):
     trainer, resumed, _ = run("cut", last_checkpoint(tmp_path / "cut" / "run"))
     assert trainer.current_epoch == 4
     assert torch.equal(parameters_of(resumed), parameters_of(whole))
+
+
+def test_a_last_checkpoint_that_takes_long_is_told(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(checkpoint, "PATIENCE", 0.2)
+    save = saving.CheckpointFiles.save
+    monkeypatch.setattr(saving.CheckpointFiles, "save", lambda *given: [time.sleep(0.5), save(*given)])
+    fit(tmp_path)
+    line = f"Writing the last iteration's checkpoint: {shown(tmp_path / 'run' / 'checkpoints' / 'last.ckpt')}"
+    assert capsys.readouterr().out.count(line) == 1
 
 
 def test_nothing_is_left_beside_the_checkpoint_and_copies_are_numbered(tmp_path):

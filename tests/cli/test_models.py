@@ -44,3 +44,5 @@ def test_an_unknown_family_is_one_paragraph():
         models("Qwen 33")
     with pytest.raises(ConfigError, match=r"Did you mean 'Qwen3-MoE'\?"):
         models("org/Qwen3-MoE-30B-A3B")
+    with pytest.raises(ConfigError, match=r"Choose one of Llama 3, Llama 4\."):
+        models("llama")

@@ -36,6 +36,7 @@ def test_a_gemm_is_that_of_the_rounded_weight_in_the_input_s_dtype(format):
     assert not format.quantizes_activations
     assert format.quantization_config() == {}
     assert format.bits_per_weight == torch.finfo(format.dtype).bits
+    assert format.dequantize(format.load({"weight": weight.half()}, (32, 64))).equal(weight.half().float())
 
 
 def test_beyond_the_range_of_fp16_is_refused():

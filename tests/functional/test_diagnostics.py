@@ -67,7 +67,10 @@ def test_repeated_ngrams_equal_the_loop(n):
 
 
 def test_repeated_ngrams_of_short_completions():
-    assert torch.equal(F.repeated_ngrams(torch.ones(2, 3, dtype=torch.long), torch.ones(2, 3).bool()), torch.zeros(2))
+    tokens, mask = torch.ones(2, 3, dtype=torch.long), torch.ones(2, 3).bool()
+    assert torch.equal(F.repeated_ngrams(tokens, mask), torch.zeros(2))
+    with pytest.raises(ValueError, match="n >= 1"):
+        F.repeated_ngrams(tokens, mask, n=0)
 
 
 def test_low_probability_share_equals_the_loop():

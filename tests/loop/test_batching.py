@@ -29,6 +29,8 @@ def test_deal_keeps_every_row_once_and_minimises_the_largest_padded_size(seed):
         for cuts in itertools.combinations(range(1, len(order)), parts - 1)
     )
     assert max(padded(run, lengths) for run in runs) == best
+    with pytest.raises(ValueError, match=r"lower data\.micro_batches"):
+        deal_by_length(lengths, len(lengths) + 1)
 
 
 def completion(ids, reason="stop", version=4):

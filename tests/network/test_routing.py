@@ -145,11 +145,12 @@ def test_routes_that_do_not_fit_are_named():
     network = build_mixture()
     with pytest.raises(ValueError, match=r"Expected: layers and k \(2, 2\). Given: \(2, 3\)"):
         Routing(network, random_routes(8, chosen=3))
-    with (
-        pytest.raises(RuntimeError, match="must match"),
-        Routing(network, random_routes(7)).applied(),
-    ):
-        network(input_ids=TOKENS)
+    for tokens in (1, 7):
+        with (
+            pytest.raises(ValueError, match=rf"the routes of {tokens} tokens in a forward pass of 8"),
+            Routing(network, random_routes(tokens)).applied(),
+        ):
+            network(input_ids=TOKENS)
     assert "forward" not in network.model.layers[0].mlp.gate.__dict__
 
 

@@ -83,6 +83,7 @@ def test_the_only_update_of_a_rollout_needs_no_second_forward():
         (lambda: DAPO(adaptive_clip=2.0, old_logprobs="bypass"), "adaptive_clip moves.*bypass"),
         (lambda: GSPO(clip_high=-1.0), "clip_high"),
         (lambda: TBPO(mismatch_cap=0.5), "mismatch_cap"),
+        (lambda: TBPO(old_logprobs="bypass"), "count the mismatch twice"),
         (lambda: SAPO(temperature_pos=0.0), "temperature_pos > 0"),
     ],
 )

@@ -36,18 +36,6 @@ def test_what_is_written_is_the_state_at_the_call(tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy.ckpt", "last.ckpt"]
 
 
-def test_a_wait_that_takes_long_says_what_for(tmp_path, monkeypatch, capsys):
-    held, save = threading.Event(), torch.save
-    monkeypatch.setattr(saving.torch, "save", lambda *given: held.wait(30) and save(*given))
-    files = CheckpointFiles()
-    files.save(checkpoint(), [tmp_path / "last.ckpt"])
-    threading.Timer(2.0, held.set).start()
-    files.wait(1.0)
-    assert f"Writing the last iteration's checkpoint: {tmp_path / 'last.ckpt'}" in capsys.readouterr().out
-    files.wait(0.0)
-    assert not capsys.readouterr().out
-
-
 @pytest.mark.parametrize("links", [True, False])
 def test_a_copy_that_is_kept_is_written_once_where_the_disk_can(tmp_path, monkeypatch, links):
     saves, save = [], torch.save

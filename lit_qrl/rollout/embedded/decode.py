@@ -66,14 +66,15 @@ def plan(
     >>> list(plan([2, 9], 2, 1, 40, None)), list(plan([2, 9], 2, 1, 30, None))
     ([[2, 3, 0, 1]], [[2, 3, 0], [1]])
     """
-    left = sorted(range(n * len(lengths)), key=lambda number: -lengths[number // n])
-    while left:
-        longest = lengths[left[0] // n]
+    order, begin = sorted(range(n * len(lengths)), key=lambda number: -lengths[number // n]), 0
+    while begin < len(order):
+        longest = lengths[order[begin] // n]
         fits = max(1, tokens // (longest + steps))
-        batch = left[: fits if max_rows is None else min(fits, max_rows)]
-        batch = batch if padded else [number for number in batch if lengths[number // n] == longest]
-        yield batch
-        left = left[len(batch) :]
+        end = min(len(order), begin + (fits if max_rows is None else min(fits, max_rows)))
+        if not padded:
+            end = next((i for i in range(begin, end) if lengths[order[i] // n] != longest), end)
+        yield order[begin:end]
+        begin = end
 
 
 @dataclass(slots=True)

@@ -233,6 +233,8 @@ class VLLM(RolloutEngine):
         first, last = own.start * n, own.stop * n  # of other processes of this engine are the rest
         drawn = {row - first: one for row, one in kept.items() if first <= row < last}
         tokens = sum(len(one.token_ids) for one in drawn.values())
+        if drawn and finished is not None:  # what the engine before has drawn: whoever asks again has forgotten it
+            finished(dict(drawn))
 
         def asked(row: int) -> Asked:
             place, sample = divmod(row, n)

@@ -68,7 +68,8 @@ class Patch:
     def concerns(self, version: Sequence[int], device: str) -> bool:
         """Return True where this vLLM needs the change."""
         first, end = (tuple(map(int, one.split("."))) if one else () for one in (self.since, self.fixed))
-        return first <= tuple(version) and (not end or tuple(version) < end) and self.device in (None, device)
+        begun = first <= tuple(version) or not any(version)  # one that does not say its version may need all
+        return begun and (not end or tuple(version) < end) and self.device in (None, device)
 
     def misfit(self) -> str | None:
         """Return what of the installed vLLM is not there, or not as it was looked at; None where all fits."""

@@ -7,6 +7,7 @@ memory that CUDA's driver opens by its handle, or of a broadcast.
 import fcntl
 import os
 import shutil
+import socket
 import tempfile
 import time
 from base64 import b64decode, b64encode
@@ -28,8 +29,9 @@ CHUNK = 64 * 2**20
 ALIGNED = 64
 MEMORY = Path("/dev/shm")
 """A folder in the host's memory."""
-PARTS = "lit-qrl-parts-"
-"""How the folders are called in which parts lie; each is locked by the process that made it."""
+PARTS = f"lit-qrl-parts-{socket.gethostname()}-"
+"""How this host's folders are called in which parts lie; each is locked by the process that made it, of which some file
+systems tell no other host."""
 SPARE = 16 * 2**20
 """Bytes that a part leaves free where it lies: vLLM and torch have files in the host's memory, too."""
 
