@@ -12,36 +12,7 @@ ROOT = Path(__file__).parent.parent
 
 with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(str(ROOT / "benchmarks"))
-    endurance, iteration = map(importlib.import_module, ("endurance", "iteration"))
-
-
-def test_endurance_reads_the_phase_from_the_stacks_of_all_threads():
-    frame = '  File "/x/lit_qrl/{}", line 7 in {}\n'
-    main = frame.format("rollout/embedded/decode.py", "run") + frame.format("loop/generation.py", "draw")
-    assert endurance.phase_of(main) == "generation"
-    writes = frame.format("run/checkpoint_files.py", "_write")
-    assert endurance.phase_of("Thread 0x1:\n" + writes + "Current thread 0x2:\n" + main) == "checkpoint writing"
-    assert endurance.phase_of('  File "/usr/lib/python3.11/importlib/_bootstrap.py", line 1 in x\n') == "other"
-
-
-def test_endurance_finds_one_bit(tmp_path):
-    import torch
-
-    for name, value in (("a", 1.0), ("b", 1.0 + 2**-23)):
-        (tmp_path / name / "checkpoints").mkdir(parents=True)
-        weights = {"state_dict": {"w": torch.tensor([value, 2.0])}, "optimizer_states": [{"step": torch.tensor(3)}]}
-        torch.save(weights, tmp_path / name / "checkpoints" / "last.ckpt")
-        (tmp_path / name / "metrics.csv").write_text("epoch,time/update,reward/mean\n0,0.1,0.5\n")
-    assert endurance.compare(tmp_path / "a", tmp_path / "a")["differing"] == []
-    found = endurance.compare(tmp_path / "a", tmp_path / "b")
-    assert (found["differing"], found["rows_differing"]) == (["state_dict.w"], 0)
-
-
-def test_endurance_compares_memory_with_that_of_an_iteration():
-    flat = dict.fromkeys(range(300), 1024 * 100)
-    leak = {iteration: 1024 * (100 + iteration // 20) for iteration in range(300)}
-    assert endurance.memory(flat, 100)["within"]
-    assert not endurance.memory(leak, 100)["within"]
+    iteration = importlib.import_module("iteration")
 
 
 def test_iterations_count_from_the_third_on_and_of_a_run_that_was_cut_those_that_there_are():

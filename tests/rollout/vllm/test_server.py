@@ -338,9 +338,23 @@ def test_a_burst_of_requests_waits_until_the_socket_takes_them(tmp_path, monkeyp
     assert not any(isinstance(one.exception(), BlockingIOError) for one in ended)
 
 
+@pytest.fixture
+def answering(monkeypatch):
+    """`answering(answer)` returns an engine of two servers that give that answer to everything."""
+    monkeypatch.setattr(Server, "watched", lambda self, kind: nullcontext())
+
+    def made(answer):
+        monkeypatch.setattr(Server, "post", lambda self, path, body: answer)
+        engine = RemoteVLLMEngine(hosts=["here:1"])
+        engine.servers = [Server(Address(name, KEY), silence=5) for name in ("http://one:1", "http://two:1")]
+        return engine
+
+    return made
+
+
 @pytest.mark.parametrize(("files", "at_once"), [(client.OTHERS + 7, 3), (64, 1), (-1, client.AT_ONCE)])
-def test_no_more_requests_are_under_way_than_files_may_be_open(files, at_once, monkeypatch):
-    sizes = []
+def test_no_more_requests_are_under_way_than_files_may_be_open(files, at_once, answering, monkeypatch):
+    sizes, answered = [], {}
 
     def pool(size, name):
         sizes.append(size)
@@ -348,12 +362,8 @@ def test_no_more_requests_are_under_way_than_files_may_be_open(files, at_once, m
 
     monkeypatch.setattr(client, "ThreadPoolExecutor", pool)
     monkeypatch.setattr(client.resource, "getrlimit", lambda limit: (files, files))
-    monkeypatch.setattr(Server, "post", lambda self, path, body: {"prompt_logprobs": [None]})
-    monkeypatch.setattr(Server, "watched", lambda self, kind: nullcontext())
-    engine = RemoteVLLMEngine(hosts=["here:1"])
-    engine.servers = [Server(Address(name, KEY), silence=5) for name in ("http://one:1", "http://two:1")]
-    asked, answered = [[requests.Asked(key, [1], group=key) for key in range(40)]], {}
-    engine._draw("score", lambda more: asked.pop() if asked else None, answered.update)
+    asked = [[requests.Asked(key, [1], group=key) for key in range(40)]]
+    answering({"prompt_logprobs": [None]})._draw("score", lambda more: asked.pop() if asked else None, answered.update)
     assert len(answered) == 40
     assert sizes == [at_once] * 2
 
@@ -363,15 +373,10 @@ GIVEN_UP = {"token_ids": [7], "logprobs": {"content": [{"logprob": -1.0}]}, "fin
 
 
 @pytest.mark.parametrize("answer", [{}, {"choices": [NOTHING]}, {"choices": [GIVEN_UP]}, {"prompt_logprobs": []}])
-def test_an_answer_without_what_was_asked_for_is_a_death(answer, monkeypatch):
-    sampling = None if "prompt_logprobs" in answer else SamplingParams()
-    monkeypatch.setattr(Server, "post", lambda self, path, body: answer)
-    monkeypatch.setattr(Server, "watched", lambda self, kind: nullcontext())
-    engine = RemoteVLLMEngine(hosts=["here:1"])
-    engine.servers = [Server(Address("http://one:1", KEY), silence=5)]
-    asked = [[requests.Asked(0, [1, 2], sampling)]]
+def test_an_answer_without_what_was_asked_for_is_a_death(answer, answering):
+    asked = [[requests.Asked(0, [1, 2], None if "prompt_logprobs" in answer else SamplingParams())]]
     with pytest.raises(EngineDiedError, match="one:1 is gone: its answer lacks what was asked for"):
-        engine._draw("draw", lambda more: asked.pop() if asked else None, {}.update)
+        answering(answer)._draw("draw", lambda more: asked.pop() if asked else None, {}.update)
 
 
 def test_a_server_that_did_not_start_says_what_its_engine_said(tmp_path):
