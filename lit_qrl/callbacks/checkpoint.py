@@ -97,12 +97,12 @@ class RunCheckpoint(Described, Checkpoint):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: "GRPOModule") -> None:
         """Save when due, or when a signal ends the run."""
         deadline.arrived()
-        iteration = trainer.current_epoch + 1
+        iteration, ends = trainer.current_epoch + 1, _ends(trainer)
         kept = bool(self.keep_every) and iteration % self.keep_every == 0
         told = self._told(trainer, pl_module)
-        if kept or _ends(trainer) or told is not None or self._due(trainer, iteration):
+        if kept or ends or told is not None or self._due(trainer, iteration):
             began = time.perf_counter()
-            with pl_module.iteration.timed("checkpoint"), _telling(trainer) if _ends(trainer) else nullcontext():
+            with pl_module.iteration.timed("checkpoint"), _telling(trainer) if ends else nullcontext():
                 self._save(trainer, f"iteration-{iteration}" if kept else None)
             ended = time.perf_counter()
             self._next = ended + (ended - began) / SHARE

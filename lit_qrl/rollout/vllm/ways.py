@@ -4,8 +4,6 @@ What describes a part of a publish is JSON, and nothing of it is unpickled: tens
 memory that CUDA's driver opens by its handle, or of a broadcast.
 """
 
-import fcntl
-import os
 import shutil
 import socket
 import tempfile
@@ -17,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from torch import Tensor
 
 from lit_qrl.errors import ConfigError, listed
+from lit_qrl.run.folder import LOCK_FILE
 from lit_qrl.run.torch_settings import fixed_segments
 
 Named = tuple[str, Tensor]
@@ -64,8 +64,7 @@ class Files:
 
     def __init__(self, folder: str | None = None) -> None:
         places = [Path(folder)] if folder else [*filter(Path.is_dir, [MEMORY]), Path(tempfile.gettempdir())]
-        held = [_own_folder(place) for place in places]
-        self.folders, self._locks = [one for one, _ in held], [lock for _, lock in held if lock is not None]
+        self.folders, self._locks = zip(*map(_own_folder, places), strict=True)
         self._count = 0
 
     def pack(self, part: Sequence[Named]) -> Packed:
@@ -100,40 +99,23 @@ class Files:
         Path(packed["file"]).unlink(missing_ok=True)
 
     def close(self) -> None:
-        for folder in self.folders:
+        for folder, lock in zip(self.folders, self._locks, strict=True):
             shutil.rmtree(folder, ignore_errors=True)
-        while self._locks:
-            os.close(self._locks.pop())
+            lock.release()
 
 
-def _own_folder(place: Path) -> tuple[Path, int | None]:
-    """Return a new folder, and its lock where the file system has any; what runs that were killed left there goes."""
+def _own_folder(place: Path) -> tuple[Path, FileLock]:
+    """Return a new folder, locked where the file system has locks; what runs that were killed left there goes."""
     for left in place.glob(f"{PARTS}*"):
-        with suppress(OSError):
-            lock = _locked(left)
+        with suppress(OSError, NotImplementedError, Timeout):
             if time.time() - left.stat().st_mtime > 60:  # a younger one may not be locked yet
-                shutil.rmtree(left, ignore_errors=True)
-            os.close(lock)
+                with FileLock(left / LOCK_FILE, timeout=0):
+                    shutil.rmtree(left, ignore_errors=True)
     own = Path(tempfile.mkdtemp(prefix=PARTS, dir=place))
-    try:
-        return own, _locked(own)
-    except OSError:
-        return own, None
-
-
-def _locked(folder: Path) -> int:
-    """Return a descriptor that locks a folder until it is closed, or its process ends.
-
-    Raises:
-        OSError: another has it, or there are no locks.
-    """
-    held = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(held)
-        raise
-    return held
+    lock = FileLock(own / LOCK_FILE, timeout=0)
+    with suppress(OSError, NotImplementedError):
+        lock.acquire()
+    return own, lock
 
 
 class DeviceMemory:

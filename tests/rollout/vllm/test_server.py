@@ -188,7 +188,7 @@ def test_files_carry_every_dtype_and_are_gone_when_they_were_taken(tmp_path):
         assert one.dtype == other.dtype
         assert torch.equal(one.float(), other.float())
     sender.taken(packed)
-    assert not list(sender.folders[0].iterdir())
+    assert not list(sender.folders[0].glob("*.safetensors"))
     sender.close()
     assert not list(tmp_path.iterdir())
 
