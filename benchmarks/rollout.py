@@ -98,6 +98,7 @@ def main() -> None:
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of the engine, for speed and publish")
     parser.add_argument("--share", type=float, default=0.45, help="of the GPU's memory, for the engine")
     parser.add_argument("--start", choices=("quick", "compile", "eager"), default="quick", help="how decoding is run")
+    parser.add_argument("--same-kernels", action="store_true", help="decode as for a learner in the same format")
     parser.add_argument("--engine-args", type=json.loads, default={}, help="further arguments of vllm.LLM, as JSON")
     parser.add_argument("--timeout", type=float, default=540, help="seconds for each format")
     parser.add_argument(
@@ -377,6 +378,7 @@ class Bench:
             "enforce_eager": args.start == "eager",
             "quick_start": args.start == "quick",
             "tensor_parallel_size": args.tensor_parallel,
+            "same_kernels": args.same_kernels,
             "engine_args": args.engine_args,
         } | changes
         start = time.perf_counter()

@@ -49,7 +49,7 @@ def by_blocks(
     """
     (m, k), n = codes.shape, weight.shape[0]
     if same_kernels.active():  # the learner's product, whose sums do not depend on the number of rows
-        layout = gemm.block_scale_layout(block_scales)
+        layout = block_scales.t() if k % (4 * BLOCK) == 0 else gemm.block_scale_layout(block_scales)
         return gemm.scaled_mm_block(codes, scales, weight, layout, bias, dtype)
     if ours(m, n):
         from lit_qrl_vllm_fast import products_triton
