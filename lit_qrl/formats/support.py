@@ -28,7 +28,6 @@ class FormatSupport:
         audited: whether `lit-qrl audit` measures it unless told otherwise.
         fp8: what a GPU needs to multiply in it where that is FP8; a learner and vLLM are refused on others.
         own_gemm: what our own GEMM needs where that is more; it emulates the format on others.
-        dequantizes_at_once: whether one kernel of ours multiplies its weights out on CUDA.
         vllm: devices on which vLLM has a kernel for it.
         vllm_cpu_operators: operators of vLLM's CPU build (`torch.ops._C`) that its GEMM calls; it may need none.
         vllm_gpu: what a GPU needs for vLLM's kernel, beside `fp8`.
@@ -54,7 +53,6 @@ class FormatSupport:
     audited: bool = True
     fp8: gemm.Requirement | None = None
     own_gemm: gemm.Requirement | None = None
-    dequantizes_at_once: bool = False
     vllm: tuple[str, ...] = ()
     vllm_cpu_operators: tuple[str, ...] = ()
     vllm_gpu: gemm.Requirement | None = None
@@ -78,9 +76,9 @@ _READ = FormatSupport(folder_experts=("vLLM",))
 _PLAIN = replace(
     _READ, vllm=_BOTH, vllm_varies=False, vllm_copied=("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 )
-_FP8 = replace(_READ, fp8=gemm.FP8, dequantizes_at_once=True, vllm=_BOTH, vllm_head=True, vllm_copied=("W8A8Fp8",))
-_4_BITS = replace(_READ, dequantizes_at_once=True, vllm=("cuda",), folder_dtype=torch.bfloat16)
-_INT4 = replace(_READ, dequantizes_at_once=True, vllm=("cuda",), vllm_half_only=_BOTH, vllm_head=True)
+_FP8 = replace(_READ, fp8=gemm.FP8, vllm=_BOTH, vllm_head=True, vllm_copied=("W8A8Fp8",))
+_4_BITS = replace(_READ, vllm=("cuda",), folder_dtype=torch.bfloat16)
+_INT4 = replace(_READ, vllm=("cuda",), vllm_half_only=_BOTH, vllm_head=True)
 
 TABLE: dict[str, FormatSupport] = {
     "bf16": _PLAIN,
@@ -109,7 +107,6 @@ TABLE: dict[str, FormatSupport] = {
     ),
     "int8_channel": replace(
         _READ,
-        dequantizes_at_once=True,
         vllm=_BOTH,
         vllm_cpu_operators=("dynamic_scaled_int8_quant", "create_onednn_scaled_mm_handler", "onednn_scaled_mm"),
         vllm_head=True,
@@ -135,7 +132,7 @@ TABLE: dict[str, FormatSupport] = {
     "mxfp4": replace(_4_BITS, vllm_methods=("W4A4Mxfp4", "W4A16Mxfp4")),
     # vLLM multiplies it on Blackwell, where nobody tried it yet; below, Marlin leaves the activations as they are.
     "mxfp8": FormatSupport(audited=False),
-    "nf4": FormatSupport(audited=False, dequantizes_at_once=True),
+    "nf4": FormatSupport(audited=False),
     "int3_channel": FormatSupport(audited=False, folders=False),
 }
 """A row for each format, by name."""

@@ -17,77 +17,43 @@ from torch import Tensor
 from lit_qrl.functional._launch import pieces, power_of_2, remembered
 
 # A program holds a row's gain, sum and two inputs: sixteen columns a thread leave room for two programs at sixteen
-# warps. A wider row is read twice, first for its mean; of narrow ones, heads say, a program has several.
-WIDEST, COLUMNS_PER_WARP, PART, LEAST, MOST_WARPS = 8192, 512, 4096, 2048, 16
-
-
-@triton.jit
-def _added(x, residual, summed, at, inside, ADD: tl.constexpr):
-    """A piece of h in fp32, rounded and stored where it is a sum."""
-    wide = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    if ADD:
-        total = (wide + tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)).to(summed.dtype.element_ty)
-        tl.store(summed + at, total, mask=inside)
-        wide = total.to(tl.float32)
-    return wide
-
-
-@triton.jit
-def _scaled(wide, inverse, weight, y, at, column, k, inside):
-    """Rounded where the module rounds: after the normalisation, and after the weight."""
-    dtype: tl.constexpr = y.dtype.element_ty
-    gain = tl.load(weight + column, mask=column < k, other=0.0).to(tl.float32)
-    tl.store(y + at, (gain * (wide * inverse).to(dtype).to(tl.float32)).to(dtype), mask=inside)
+# warps. Of narrow rows, heads say, it has several; of rows beyond 8192 columns more than its registers hold.
+COLUMNS_PER_WARP, LEAST, MOST_WARPS = 512, 2048, 16
 
 
 @remembered
 @triton.jit
 def _norm_kernel(
-    x, residual, weight, summed, y, rstd, m, k, eps, ADD: tl.constexpr, SCALE: tl.constexpr, WHOLE: tl.constexpr,
-    ROWS: tl.constexpr, SIZE: tl.constexpr,
+    x, residual, weight, summed, y, rstd, m, k, eps, ADD: tl.constexpr, SCALE: tl.constexpr, ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Some rows, or a wide one."""
-    if WHOLE:
-        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-        column = tl.arange(0, SIZE)[None, :]
-        at = row.to(tl.int64)[:, None] * k + column
-        inside = (row < m)[:, None] & (column < k)
-        wide = _added(x, residual, summed, at, inside, ADD)
-        inverse = tl.rsqrt(tl.sum(wide * wide, axis=1) / k + eps)
-        if SCALE:
-            _scaled(wide, inverse[:, None], weight, y, at, column, k, inside)
-        tl.store(rstd + row, inverse, mask=row < m)
-    else:
-        at = tl.program_id(0).to(tl.int64) * k
-        total = tl.zeros((SIZE,), tl.float32)
-        for start in range(0, k, SIZE):
-            column = start + tl.arange(0, SIZE)
-            wide = _added(x, residual, summed, at + column, column < k, ADD)
-            total += wide * wide
-        inverse = tl.rsqrt(tl.sum(total, axis=0) / k + eps)
-        if SCALE:
-            tl.debug_barrier()  # what other threads have written is read
-            for start in range(0, k, SIZE):
-                column = start + tl.arange(0, SIZE)
-                wide = tl.load(summed + at + column, mask=column < k, other=0.0).to(tl.float32)
-                _scaled(wide, inverse, weight, y, at + column, column, k, column < k)
-        tl.store(rstd + tl.program_id(0), inverse)
+    """Some rows, rounded where the modules round: after the sum, after the normalisation, and after the weight."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, SIZE)[None, :]
+    at = row.to(tl.int64)[:, None] * k + column
+    inside = (row < m)[:, None] & (column < k)
+    wide = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        total = (wide + tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)).to(summed.dtype.element_ty)
+        tl.store(summed + at, total, mask=inside)
+        wide = total.to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(wide * wide, axis=1) / k + eps)
+    if SCALE:
+        dtype: tl.constexpr = y.dtype.element_ty
+        gain = tl.load(weight + column, mask=column < k, other=0.0).to(tl.float32)
+        tl.store(y + at, (gain * (wide * inverse[:, None]).to(dtype).to(tl.float32)).to(dtype), mask=inside)
+    tl.store(rstd + row, inverse, mask=row < m)
 
 
-def _shape(k: int) -> tuple[bool, int, int]:
-    """Return whether a program holds rows of k columns whole, the columns of a piece, and its rows."""
-    whole = k <= WIDEST
-    size = power_of_2(k) if whole else PART
-    return whole, size, max(LEAST // size, 1) if whole else 1
+def _shape(k: int) -> tuple[int, int, int]:
+    """Return the rows, the columns and the warps of a program over rows of k columns: powers of two.
 
-
-def _warps(columns: int) -> int:
-    """Return the warps of a program that holds so many columns of all its rows: a power of two, as those are.
-
-    >>> [_warps(columns) for columns in (128, 2048, 8192, 32768)]
-    [1, 4, 16, 16]
+    >>> [_shape(k) for k in (128, 1536, 8192)]
+    [(16, 128, 4), (1, 2048, 4), (1, 8192, 16)]
     """
-    return min(max(columns // COLUMNS_PER_WARP, 1), MOST_WARPS)
+    size = power_of_2(k)
+    rows = max(LEAST // size, 1)
+    return rows, size, min(max(rows * size // COLUMNS_PER_WARP, 1), MOST_WARPS)
 
 
 def norm(
@@ -107,38 +73,24 @@ def norm(
     summed = x if residual is None else torch.empty_like(x)
     y = torch.empty_like(x) if scale else summed
     rstd = torch.empty(m, dtype=torch.float32, device=x.device)
-    whole, size, rows = _shape(k)
+    rows, size, warps = _shape(k)
     _norm_kernel[(pieces(m, rows),)](
         x, x if residual is None else residual.contiguous(), weight, summed, y, rstd, m, k, float(eps),
-        residual is not None, scale, whole, rows, size, num_warps=_warps(rows * size),
+        residual is not None, scale, rows, size, num_warps=warps,
     )  # fmt: skip
     return summed, y, rstd
 
 
 @remembered
 @triton.jit
-def _norm_means_kernel(grad, x, rstd, weight, means, k, SIZE: tl.constexpr):
-    """A row's mean of gradient · weight · normalised input."""
-    row = tl.program_id(0).to(tl.int64)
-    total = tl.zeros((SIZE,), tl.float32)
-    for start in range(0, k, SIZE):
-        column = start + tl.arange(0, SIZE)
-        upstream = tl.load(grad + row * k + column, mask=column < k, other=0.0).to(tl.float32)
-        gain = tl.load(weight + column, mask=column < k, other=0.0).to(tl.float32)
-        total += upstream * gain * tl.load(x + row * k + column, mask=column < k, other=0.0).to(tl.float32)
-    tl.store(means + row, tl.sum(total, axis=0) * tl.load(rstd + row) / k)
-
-
-@remembered
-@triton.jit
 def _norm_backward_kernel(
-    grad, x, beside, rstd, weight, means, grad_x, grad_weight, m, k, ADD: tl.constexpr, WHOLE: tl.constexpr,
-    ROWS: tl.constexpr, SIZE: tl.constexpr,
+    grad, x, beside, rstd, weight, grad_x, grad_weight, m, k, ADD: tl.constexpr, ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
 ):  # fmt: skip
     """Rows pid, pid + programs, …, or as many at a time as a program has: the gradient of their input, and the sum of
     their parts of the weight's.
     """
-    column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    column = tl.arange(0, SIZE)
     gain = tl.load(weight + column, mask=column < k, other=0.0).to(tl.float32)[None, :]
     total = tl.zeros((ROWS, SIZE), tl.float32)
     for start in range(tl.program_id(0) * ROWS, m, tl.num_programs(0) * ROWS):
@@ -150,10 +102,7 @@ def _norm_backward_kernel(
         upstream = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
         total += upstream * unit
         scaled = upstream * gain
-        if WHOLE:
-            mean = tl.sum(scaled * unit, axis=1) / k
-        else:
-            mean = tl.load(means + row, mask=row < m, other=0.0)
+        mean = tl.sum(scaled * unit, axis=1) / k
         made = (scaled - unit * mean[:, None]) * inverse
         if ADD:
             made += tl.load(beside + at, mask=inside, other=0.0).to(tl.float32)
@@ -178,16 +127,12 @@ def norm_backward(
     """
     m, k = x.shape
     grad, x = grad.contiguous(), x.contiguous()
-    whole, size, rows = _shape(k)
-    means, parts = rstd, pieces(k, size)
-    if not whole:
-        means = torch.empty_like(rstd)
-        _norm_means_kernel[(m,)](grad, x, rstd, weight, means, k, PART, num_warps=8)
-    programs = max(min(programs // parts, pieces(m, rows)), 1)
+    rows, size, own_warps = _shape(k)
+    programs = max(min(programs, pieces(m, rows)), 1)
     grad_x = torch.empty_like(x)
     partial = torch.empty((programs, k), dtype=torch.float32, device=x.device)
-    _norm_backward_kernel[programs, parts](
-        grad, x, grad if beside is None else beside.contiguous(), rstd, weight, means, grad_x, partial, m, k,
-        beside is not None, whole, rows, size, num_warps=warps or _warps(rows * size),
+    _norm_backward_kernel[(programs,)](
+        grad, x, grad if beside is None else beside.contiguous(), rstd, weight, grad_x, partial, m, k,
+        beside is not None, rows, size, num_warps=warps or own_warps,
     )  # fmt: skip
     return grad_x, partial.sum(dim=0)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from lit_qrl.formats.base import QuantizedWeight
-from lit_qrl.formats.support import row_of
 from lit_qrl.network.autocast import autocast_input
 from lit_qrl.network.experts import ExpertList, experts_output
 from lit_qrl.network.grouped import can_group, grouped_product
@@ -53,7 +52,7 @@ def _stacked(layers: Sequence[PackedLinear]) -> QuantizedWeight | None:
     """Return the codes of the first layers as one stack, where they are its slices one after another, else None."""
     first = layers[0]
     start = slice_of(first.codes) if first.codes is not None else None
-    if start is None or start.index or first.parts or not row_of(first.format).dequantizes_at_once:
+    if start is None or start.index or first.parts:
         return None
     count, stacks = len(start.stack), {}
     for name in ("codes", "scales", "global_scale"):

@@ -1,16 +1,13 @@
 """A frozen linear layer in few bits: codes of its own, or the engine's."""
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lit_qrl.formats.base import NumberFormat, QuantizedWeight
-from lit_qrl.formats.kernels import dispatch
-from lit_qrl.formats.support import row_of
+from lit_qrl.formats.base import QuantizedWeight
 from lit_qrl.network.autocast import autocast_input
 from lit_qrl.network.quantized_linear import QuantizedLinear
 from lit_qrl.network.shards import Divided, divided
@@ -56,8 +53,7 @@ class PackedLinear(QuantizedLinear):
         if self.stored is not None:
             assert self.global_scale is not None
             return self.stored.dequantized(self.format, self.global_scale, dtype)
-        q = self.weight if device is None else self.weight_on(device)
-        return _dequantizer(self.format, q.codes.device.type)(q.codes, q.scales, q.global_scale, q.shape, dtype)
+        return self.format.dequantize(self.weight if device is None else self.weight_on(device), dtype)
 
     def product(self, x: Tensor) -> Tensor:
         """Return `x @ W.T + b` as a new tensor: "... in" -> "... out", in the dtype of `x`; no gradient is recorded."""
@@ -125,19 +121,3 @@ def moved(q: QuantizedWeight, device: torch.device) -> QuantizedWeight:
     """Return a weight with its tensors on `device`."""
     scales, global_scale = (None if part is None else part.to(device) for part in (q.scales, q.global_scale))
     return QuantizedWeight(q.codes.to(device), scales, global_scale, q.format, q.shape)
-
-
-@lru_cache
-def _dequantizer(format: NumberFormat, device: str) -> Callable[..., Tensor]:
-    """Return `format.dequantize` over plain tensors, on CUDA in one kernel."""
-
-    def dequantize(
-        codes: Tensor, scales: Tensor, global_scale: Tensor | None, shape: Any, dtype: torch.dtype
-    ) -> Tensor:
-        return format.dequantize(QuantizedWeight(codes, scales, global_scale, format, shape), dtype)
-
-    # a compiled call checks its guards, which takes longer than starting the one kernel of these formats
-    if device != "cuda" or (row_of(format).dequantizes_at_once and dispatch.triton_installed()):
-        return dequantize
-    # one graph per shape: a model has a handful of them
-    return torch.compile(dequantize, dynamic=False)
