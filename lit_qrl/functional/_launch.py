@@ -26,7 +26,6 @@ KERNELS = [
     "norm",
     "remembered",
     "rotary",
-    "rows",
     "tiles",
     "together",
     "tokens",

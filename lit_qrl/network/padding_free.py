@@ -18,7 +18,6 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from lit_qrl.formats.kernels import dispatch
 from lit_qrl.network.structure import PLAIN_ATTENTION, body
 from lit_qrl.types import RolloutBatch
 
@@ -318,10 +317,6 @@ class _LayOut(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         restored, copies = ctx.saved_tensors
-        if copies.shape[1] > 1 and dispatch.available(grads[0], "rows"):
-            from lit_qrl.formats.kernels import rows_triton
-
-            return rows_triton.summed(grads[0], restored, copies), None, None, None
         grad = grads[0].index_select(0, restored)
         if copies.shape[1] > 1:
             wide = torch.promote_types(grad.dtype, torch.float32)

@@ -14,10 +14,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from lit_qrl.formats.kernels.fp8_triton import TILE, _clamp, _low, _quotient, _scale
 from lit_qrl.formats.numerics import E4M3, E4M3_MAX
 from lit_qrl.functional._launch import pieces, remembered
 
+TILE = 128
 PLAIN, NORM, GATED = 0, 1, 2
 WARPS = 8
 # With eight warps a warp's load covers four rows, 32 the program: these are the rows that a thread has besides.
@@ -51,8 +51,8 @@ def _inverse(divisor, FLUSH: tl.constexpr):
 
 
 @triton.jit
-def _half_scale(amax):
-    """`_scale` of a 16-bit amax: a product, and one correction by its exact remainder."""
+def _scale(amax):
+    """The largest magnitude over 448, correctly rounded: a product, and one correction by its exact remainder."""
     below = tl.full(amax.shape, _INVERSE_MAX, tl.float32)
     scale = amax * below
     scale = tl.fma(tl.fma(-scale, tl.full(amax.shape, _MAX, tl.float32), amax), below, scale)
@@ -60,24 +60,18 @@ def _half_scale(amax):
 
 
 @triton.jit
-def _quantized(values, AXIS: tl.constexpr, HALF: tl.constexpr):
-    """What E4M3 rounds along an axis, and the scales; `HALF` says that the values have 8 or 11 digits.
+def _quantized(values, AXIS: tl.constexpr):
+    """What E4M3 rounds along an axis, and the scales; the values have 8 or 11 digits.
 
     Of such values, `x · high + x · rest`, rounded once, has the code of the correctly rounded `x / scale`: the quotient
     is either so far from where E4M3 rounds up or down that 2^-24 of it do not count, or exactly there, and then 2^-40
     decide, which the two numbers have. (Compared for all pairs of mantissas of bf16 and of fp16.) It takes two
     instructions an element, and no second way for small scales whose registers a program would have to hold.
     """
-    amax = tl.max(tl.abs(values), axis=AXIS)
-    if HALF:
-        scale = _half_scale(amax)
-        high, rest = _inverse(scale, True)
-        high = tl.broadcast_to(tl.expand_dims(high, AXIS), values.shape)
-        quotient = tl.fma(values, high, values * tl.expand_dims(rest, AXIS))
-    else:
-        scale = _scale(amax)
-        quotient = _clamp(_quotient(values, tl.expand_dims(scale, AXIS), _low(scale, amax)), -_MAX, _MAX)
-    return quotient, scale
+    scale = _scale(tl.max(tl.abs(values), axis=AXIS))
+    high, rest = _inverse(scale, True)
+    high = tl.broadcast_to(tl.expand_dims(high, AXIS), values.shape)
+    return tl.fma(values, high, values * tl.expand_dims(rest, AXIS)), scale
 
 
 @remembered
@@ -113,13 +107,12 @@ def _tiles_kernel(
         if WRITTEN:
             tl.store(y + dense, stored, mask=inside)
         values = stored.to(tl.float32)
-    half: tl.constexpr = dtype != tl.float32
     if ROWS:
-        quotient, scale = _quantized(values, 1, half)
+        quotient, scale = _quantized(values, 1)
         tl.store(rows + dense, quotient.to(rows.dtype.element_ty), mask=inside)
         tl.store(rows_scale + tile_k * m + row, scale, mask=row < m)  # "m k/128", column by column
     if COLUMNS:
-        quotient, scale = _quantized(values, 0, half)
+        quotient, scale = _quantized(values, 0)
         # transposed while the rows of a thread are still side by side: four codes are one word of shared memory
         turned = tl.permute(tl.reshape(quotient, (DEEP, apart, SIZE)), (2, 1, 0)).to(columns.dtype.element_ty)
         token = tile_m * SIZE + tl.arange(0, SIZE)
@@ -133,12 +126,12 @@ Tiles = tuple[Tensor, tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None
 
 def tiles(
     x: Tensor, rows: bool, columns: bool, before: int = PLAIN, other: Tensor | None = None, rstd: Tensor | None = None,
-    weight: Tensor | None = None, written: bool = True, warps: int = WARPS, registers: int | None = None,
+    weight: Tensor | None = None, written: bool = True, warps: int = WARPS, registers: int = 0,
 ) -> Tiles:  # fmt: skip
     """Return what the operator makes of `x`, and that as E4M3 along its rows and along its columns, as asked for.
 
     Args:
-        x: "m k", k a multiple of 128, the last dimension contiguous.
+        x: "m k", bf16 or fp16, k a multiple of 128, the last dimension contiguous.
         rows: make (codes "m k", scales "m k/128").
         columns: make (codes "k m", scales "k m/128"), m padded with zeros to a multiple of 128.
         before: `PLAIN` takes x itself, `NORM` x · rstd · weight, `GATED` SiLU(x) · other.
@@ -147,10 +140,8 @@ def tiles(
         weight: " k".
         written: False leaves out the operator's own numbers, which are NaN then, where codes are all that is read.
         warps: of a program.
-        registers: the most of a thread; by default what `REGISTERS` says.
+        registers: the most of a thread; 0 takes what `REGISTERS` says.
     """
-    if registers is None and x.dtype != torch.float32:  # whose correctly rounded division takes more
-        registers = REGISTERS[before]
     if x.stride(-1) != 1:
         x = x.contiguous()
     if other is not None and other.stride() != x.stride():
@@ -174,7 +165,7 @@ def tiles(
     _tiles_kernel[tiles_k, tiles_m](
         x, nothing, along_scale if rstd is None else rstd, x if weight is None else weight, y if written else x, along,
         along_scale, across, across_scale, m, k, x.stride(0), padded, before, written, rows, columns, TILE, DEEP,
-        num_warps=warps, maxnreg=registers,
+        num_warps=warps, maxnreg=registers or REGISTERS[before],
     )  # fmt: skip
     return y, (along, along_scale.t()) if rows else None, (across, across_scale.t()) if columns else None
 
