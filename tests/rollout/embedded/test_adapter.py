@@ -105,8 +105,16 @@ def test_more_than_a_low_rank_term_is_refused(options):
         check_separable(LoraConfig(**options))
 
 
+@pytest.fixture(scope="module")
+def without_adapter(tmp_path_factory):
+    """How far a plain bf16 learner is from its sampler: 0 but on CPUs whose bf16 products depend on what is beside."""
+    folder = tmp_path_factory.mktemp("plain")
+    fit(folder, policy={"dtype": "bf16"}, format="bf16", trainer={"max_epochs": 1, "precision": "bf16-true"})
+    return float(csv_rows(folder / "run" / "metrics.csv")[0]["mismatch/abs_log_ratio"])
+
+
 @pytest.mark.parametrize("autocast", [None, "none", "bf16"])
-def test_a_learner_in_bf16_with_factors_in_fp32_agrees_with_its_sampler(autocast, tmp_path):
+def test_a_learner_in_bf16_with_factors_in_fp32_agrees_with_its_sampler(autocast, tmp_path, without_adapter):
     lora = LoraConfig(r=4, lora_alpha=32, target_modules="all-linear", init_lora_weights=False)
     plugins = {"plugins": [NVFP4LoRA(autocast=autocast)]} if autocast else {"precision": "bf16-true"}
     _, module, _ = fit(
@@ -120,4 +128,5 @@ def test_a_learner_in_bf16_with_factors_in_fp32_agrees_with_its_sampler(autocast
     factors = {p.dtype for name, p in module.policy.named_parameters() if "lora_" in name}
     assert factors == {torch.float32}
     rows = csv_rows(tmp_path / "run" / "metrics.csv")
-    assert [float(row["mismatch/abs_log_ratio"]) for row in rows] == pytest.approx([0, 0, 0], abs=1e-5)
+    close = pytest.approx([0, 0, 0], abs=2 * without_adapter + 1e-5)
+    assert [float(row["mismatch/abs_log_ratio"]) for row in rows] == close
