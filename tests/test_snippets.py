@@ -192,7 +192,7 @@ def check_command(given, page, folder):
             function = getattr(importlib.import_module(f"lit_qrl.cli.{rest[0]}"), rest[0])
             CommandParser(function).parse_args(rest[1:])
         else:
-            assert rest[0] in ("--help", "--version", "--versions", "--print_shtab"), rest
+            assert rest[0] in ("--help", "--version", "--versions"), rest
     elif program == "make":
         assert re.search(rf"^{rest[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), rest
     elif program == "python" and rest[0] != "-m":

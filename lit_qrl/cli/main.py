@@ -27,13 +27,12 @@ HELP = re.compile(r"-h|--([\w.]+\.)?help(=.*)?|--print_config(=.*)?")
 
 QUICKSTART = ("fit", "--config", "configs/quickstart.yaml")
 """What `lit-qrl quickstart` stands for, before whatever follows it."""
-PRINTS = ("--version", "--versions", "--print_shtab", "models")
+PRINTS = ("--version", "--versions")
 """Other first words with which nothing is done but printed."""
 COMMANDS = {
     "audit": "measure the mismatch of each number format for a model, without training",
     "export": "write a run's policy as a Hugging Face folder: plain, quantized, or its adapter",
     "quantize": "write a model in a number format of 4 or 8 bits, for vLLM, transformers and fit",
-    "models": "show which number formats and methods work for each family of models",
     "serve": "start vLLM's server with the flags by which it takes a run's weights, for runs on other hosts",
     "report": "make the HTML report of one run folder, or compare several",
 }
@@ -68,11 +67,7 @@ def main(args: Sequence[str] | None = None) -> None:
         # So that `class_path: my_file.MyCallback` finds the user's own code; last, or a torch.py there would be torch.
         sys.path.append(os.getcwd())
     try:
-        if word == "--print_shtab":
-            from lit_qrl.cli.training import completion
-
-            print(completion(" ".join(args[1:]), COMMANDS))
-        elif word in COMMANDS:
+        if word in COMMANDS:
             with uncollected():
                 from lit_qrl.cli.parser import run
 
@@ -129,7 +124,6 @@ def overview() -> str:
             "lit-qrl fit --config … --print_config   shows the effective configuration",
             "lit-qrl COMMAND --help                  lists every option of a command",
             "lit-qrl fit --config … --dry_run        checks everything, shows memory and prompts, loads no weights",
-            "lit-qrl --print_shtab bash              prints a script for tab completion (or zsh)",
             "lit-qrl --versions                      lists libraries, accepted versions of vLLM, patches of its code",
             "",
             "Paths under configs/, models/ and docs/ that the working directory does not have are taken from",

@@ -40,8 +40,7 @@ class ReadableParser(ArgumentParser):
 class CommandParser(ReadableParser):
     """The parser of a command that is a function: its options are the parameters, their help is the docstring's.
 
-    Required parameters are positional, unless the function takes them by keyword only, and so is `*name`, any number of
-    words. A sequence is given as several
+    Required parameters are positional, unless the function takes them by keyword only. A sequence is given as several
     words, and a bool may stand without a value. The docstring's first paragraph is the description, and what stands
     between it and `Args:` comes after the options.
 
@@ -58,10 +57,6 @@ class CommandParser(ReadableParser):
         )
         self._hints = {name: one.annotation for name, one in inspect.signature(function).parameters.items()}
         self.add_function_arguments(function, as_group=False, as_positional=True)
-        if words := _words_of(function):
-            about = re.search(rf"^ +{words}: (.*)$", inspect.getdoc(function) or "", re.MULTILINE)
-            shown = {"metavar": words.removesuffix("s").upper(), "help": about[1] if about else None}
-            super().add_argument(words, nargs="*", type=str, **shown)
         self._shown = {one.dest: (one.option_strings or [str(one.metavar)])[0] for one in self._actions}
 
     def add_argument(self, *names: str, **kwargs: Any) -> Action | None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -140,14 +135,7 @@ def run(function: Callable[..., Any], args: Sequence[str]) -> Any:
     Raises:
         ConfigError: for words that it does not take.
     """
-    given = dict(vars(CommandParser(function).parse_args(args)))
-    return function(*given.pop(_words_of(function) or "", ()), **given)
-
-
-def _words_of(function: Callable[..., Any]) -> str | None:
-    """Return the name of the parameter `*name`."""
-    parameters = inspect.signature(function).parameters.values()
-    return next((one.name for one in parameters if one.kind is one.VAR_POSITIONAL), None)
+    return function(**vars(CommandParser(function).parse_args(args)))
 
 
 KEYS = ("rewards", "correct")

@@ -1,20 +1,19 @@
 """LightningCLI with the parts that every run has: publisher, monitor, guard, report, checkpoint, progress."""
 
-import importlib
 import inspect
 import re
 import shlex
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from inspect import isabstract
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
 import torch
-from jsonargparse import Namespace, _completions
+from jsonargparse import Namespace
 from lightning.pytorch import Callback, Trainer, loggers
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -47,11 +46,11 @@ from lit_qrl.cli import TRAINING
 from lit_qrl.cli.config_files import config_files, expanded, found, located, run_folder_name
 from lit_qrl.cli.dry_run import dry_run
 from lit_qrl.cli.errors import made_by_training, paragraph, refused
-from lit_qrl.cli.parser import CommandParser, ReadableParser, in_object, in_words
+from lit_qrl.cli.parser import ReadableParser, in_object, in_words
 from lit_qrl.data import tasks
 from lit_qrl.data.module import RolloutDataModule
 from lit_qrl.data.task import Task
-from lit_qrl.errors import ConfigError, IncompleteError, StoppedError, check_choice, collected
+from lit_qrl.errors import ConfigError, IncompleteError, StoppedError, collected
 from lit_qrl.loop.correction import check_combination
 from lit_qrl.loop.evaluation import BOUNDS, is_bound
 from lit_qrl.loop.hooks import RLCallback
@@ -536,70 +535,3 @@ def give_place(chosen: Any, run_folder: Path) -> None:
         arguments = getattr(logger, "init_args", None)
         if arguments is not None and "save_dir" in arguments and arguments.save_dir is None:
             arguments.save_dir = str(run_folder)
-
-
-SHELLS = ("bash", "zsh")
-"""Those for which shtab completes the options of subcommands."""
-
-
-class _AllParsers(QRLCLI):
-    """Builds the parsers of all commands, and parses nothing."""
-
-    others: Mapping[str, str] = {}
-
-    def subcommands(self) -> dict[str, set[str]]:
-        return LightningCLI.subcommands()
-
-    def _add_subcommands(self, parser: Any, **kwargs: Any) -> None:
-        super()._add_subcommands(parser, **kwargs)
-        for name, what in self.others.items():
-            function = getattr(importlib.import_module(f"lit_qrl.cli.{name}"), name)
-            parser._subcommands_action.add_subcommand(name, CommandParser(function), help=what)
-
-    def parse_arguments(self, parser: Any, args: Any) -> None:
-        raise _BuiltError(parser)
-
-
-class _BuiltError(Exception):
-    """Carries the parser out of the constructor."""
-
-
-@contextmanager
-def _no_class_within_itself() -> Iterator[None]:
-    """Complete the options of a class once: a task may be a mixture of tasks, without end."""
-    original, above = _completions.add_subactions_and_get_subclass_choices, []
-
-    def once(typehint: Any, prefix: str | None, *args: Any, **kwargs: Any) -> list[str]:
-        above.append(typehint)
-        try:
-            return original(typehint, None if typehint in above[:-1] else prefix, *args, **kwargs)
-        finally:
-            above.pop()
-
-    _completions.add_subactions_and_get_subclass_choices = once
-    try:
-        yield
-    finally:
-        _completions.add_subactions_and_get_subclass_choices = original
-
-
-def completion(shell: str, commands: Mapping[str, str]) -> str:
-    """Return the script that completes `lit-qrl` in a shell.
-
-    Args:
-        shell: `bash` or `zsh`.
-        commands: those that are functions, and what each does.
-
-    Raises:
-        ConfigError: for another shell.
-    """
-    check_choice("--print_shtab", shell or "nothing", SHELLS)
-    _AllParsers.others = commands
-    try:
-        _AllParsers.run(["fit"])
-    except _BuiltError as built:
-        parser: Any = built.args[0]
-        parser.prog = "lit-qrl"
-        with _no_class_within_itself():
-            return parser.get_completion_script(f"shtab-{shell}")
-    raise AssertionError("no parser was built")

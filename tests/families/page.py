@@ -1,4 +1,4 @@
-"""docs/models.md, which `lit-qrl models` shows, from the cells that were measured and kept."""
+"""docs/models.md, from the cells that were measured and kept."""
 
 import json
 import math
@@ -87,7 +87,7 @@ def document() -> str:
 
 
 def packaged() -> str:
-    """Return what `lit-qrl models` shows: states and reasons, each reason once, without figures."""
+    """Return what the page shows: states and reasons, each reason once, without figures."""
     reasons: dict[str, int] = {}
     lines = []
     for family in FAMILIES:

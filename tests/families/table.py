@@ -2,7 +2,7 @@
 
 `python -m tests.families.table --families Qwen3 Falcon --engines transformers` measures some rows, and keeps them in
 `docs/models/` as JSON, a file for each family, so that several of these commands may run side by side; `--write` writes
-`docs/models.md`, and what `lit-qrl models` shows, from all that are kept.
+`docs/models.md` from all that are kept.
 """
 
 import argparse
