@@ -280,10 +280,10 @@ class PublishReport:
 
     Args:
         version: the version now loaded.
-        seconds: wall time of the whole publish.
         bytes: bytes of all tensors that were sent.
         layers: for every tensor name of the model, the name of the format actually loaded.
         received: what the engine's modules hold, to be compared with what was sent; None where it keeps no record.
+        seconds: wall time of the whole publish, which whoever publishes takes.
         sizes: bytes that were sent of each of `layers`.
         quantized_share: share of the model's parameters that went out in a format of 8 bits or less.
         verified_share: share of the bytes sent whose receipts were compared with what the engine holds.
@@ -291,10 +291,10 @@ class PublishReport:
     """
 
     version: int
-    seconds: float
     bytes: int
     layers: dict[str, str]
     received: ReceivedLedger | None = None
+    seconds: float = 0.0
     sizes: dict[str, int] = field(default_factory=dict)
     quantized_share: float = 0.0
     verified_share: float = 0.0

@@ -146,9 +146,9 @@ class TransformersEngine(EmbeddedSampler):
         check_invariant(hidden, network.config.get_text_config().vocab_size, modules.device)
         self._checked = True
 
-    def _partial(self, received: ReceivedLedger, start: float) -> PublishReport:
+    def _partial(self, received: ReceivedLedger) -> PublishReport:
         self._scales = None
-        return super()._partial(received, start)
+        return super()._partial(received)
 
     # ----------------------------------------------------------------------------------------------------- generation
 

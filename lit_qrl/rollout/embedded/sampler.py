@@ -1,7 +1,6 @@
 """What engines of Hugging Face modules in this process share: the sampler's modules, and how they are published to."""
 
 import logging
-import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, wraps
@@ -185,7 +184,6 @@ class EmbeddedSampler(RolloutEngine):
     ) -> PublishReport:
         if self._modules is None:
             raise RuntimeError("The engine is not set up: call setup(spec, policy) first.")
-        start = time.perf_counter()
         tell_emulated(type(self).__name__, format, self._modules.device)
         self._whole = False
         if self._adapter is not None:
@@ -202,7 +200,6 @@ class EmbeddedSampler(RolloutEngine):
         self._borrowed, self._whole, self.version = loader.borrowed, True, version
         return PublishReport(
             version=version,
-            seconds=time.perf_counter() - start,
             bytes=loader.bytes,
             layers=loader.layers,
             received=loader.received,
@@ -218,19 +215,18 @@ class EmbeddedSampler(RolloutEngine):
     @torch.no_grad()
     def load_adapter(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> PublishReport:
         """Replace the LoRA adapter over an unchanged base; the low-rank term is added unmerged, in its own dtype."""
-        start, _ = time.perf_counter(), self.network
+        _ = self.network  # which says so where no base was published
         assert self._modules is not None
         if self._adapter is None:
             self._adapter = EmbeddedAdapter(self._modules, self.spec.adapter)
         received = ReceivedLedger(version)
         self._adapter.load(tensors, received)
-        return self._partial(received, start)
+        return self._partial(received)
 
     @torch.no_grad()
     def perturb(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> PublishReport:
         """Replace the given norms in place, nothing else."""
-        start, received = time.perf_counter(), ReceivedLedger(version)
-        network, modules = self.network, self._modules
+        received, network, modules = ReceivedLedger(version), self.network, self._modules
         assert modules is not None
         for name, tensor in tensors:
             if modules.shapes.get(name) != tuple(tensor.shape) or tensor.ndim != 1:
@@ -240,14 +236,13 @@ class EmbeddedSampler(RolloutEngine):
             held = network.get_parameter(name)
             modules.set_plain(name, tensor.detach().to(device=held.device, dtype=held.dtype, copy=True))
             received.record(name, network.get_parameter(name))
-        return self._partial(received, start)
+        return self._partial(received)
 
-    def _partial(self, received: ReceivedLedger, start: float) -> PublishReport:
+    def _partial(self, received: ReceivedLedger) -> PublishReport:
         self.version = received.version
         received.faults += self._constants.faults()
         return PublishReport(
             version=received.version,
-            seconds=time.perf_counter() - start,
             bytes=received.bytes,
             layers={name: receipt.dtype for name, receipt in received.receipts().items()},
             received=received,

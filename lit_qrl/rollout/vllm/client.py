@@ -4,7 +4,6 @@ import base64
 import json
 import math
 import resource
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
@@ -281,7 +280,7 @@ class RemoteVLLMEngine(VLLM):
         Raises:
             PublishError: where a layer came only in part, or vLLM's loader refuses a tensor.
         """
-        start, clock, until = time.perf_counter(), Clock(), self._until
+        clock, until = Clock(), self._until
         self._until = None
         assert self._sender is not None
         done = False
@@ -319,7 +318,6 @@ class RemoteVLLMEngine(VLLM):
             server.version = version
         return PublishReport(
             version=version,
-            seconds=time.perf_counter() - start,
             bytes=received.bytes,
             layers=outcomes[0]["layers"],
             received=received,

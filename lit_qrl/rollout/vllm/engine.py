@@ -1,6 +1,5 @@
 """A vLLM engine inside the trainer's process that receives low-bit weights in memory and proves that they arrived."""
 
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -152,7 +151,6 @@ class VLLMEngine(VLLM):
                 generate until a publish succeeds.
             ValueError: for another format than the engine was built for.
         """
-        start = time.perf_counter()
         if self.llm is None:
             self._start(format)
         else:
@@ -166,7 +164,7 @@ class VLLMEngine(VLLM):
             self.llm.finish_weight_update(*versioned)
             return self.llm.collective_rpc("update_ledger")[0]
 
-        report = self._publish(tensors, load, version, start)
+        report = self._publish(tensors, load, version)
         assert self.live is not None
         report.layers = self.live.formats()
         self._adapter_active = False
@@ -174,17 +172,15 @@ class VLLMEngine(VLLM):
 
     def load_adapter(self, tensors: Tensors, version: int) -> PublishReport:
         """Replace the LoRA adapter over an unchanged base; completions use it from then on."""
-        start = time.perf_counter()
         self._check_ready()
-        report = self._publish(tensors, self._in_place("replace_adapter", self.spec.adapter), version, start)
+        report = self._publish(tensors, self._in_place("replace_adapter", self.spec.adapter), version)
         self._adapter_active = True
         return report
 
     def perturb(self, tensors: Tensors, version: int) -> PublishReport:
         """Replace the given norms in place, nothing else."""
-        start = time.perf_counter()
         self._check_ready()
-        return self._publish(tensors, self._in_place("perturb"), version, start)
+        return self._publish(tensors, self._in_place("perturb"), version)
 
     def _in_place(self, what: str, *args: Any) -> Load:
         """Return what has the worker replace tensors where they are."""
@@ -196,7 +192,7 @@ class VLLMEngine(VLLM):
 
         return load
 
-    def _publish(self, tensors: Tensors, load: Load, version: int, start: float) -> PublishReport:
+    def _publish(self, tensors: Tensors, load: Load, version: int) -> PublishReport:
         self._usable = False
         try:
             watchdog = self._watchdog("the publish of one tensor")
@@ -213,7 +209,6 @@ class VLLMEngine(VLLM):
         self._usable, self.version = True, version
         return PublishReport(
             version=version,
-            seconds=time.perf_counter() - start,
             bytes=ledger.bytes,
             layers=dict.fromkeys(receipts, str(self.plain_dtype).removeprefix("torch.")),
             received=ledger,
