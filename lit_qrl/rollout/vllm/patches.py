@@ -81,6 +81,11 @@ class Patch:
                 return f"{symbol.replace(':', '.')} is not there ({error})"
             if found is not None and found not in self.sources[symbol]:
                 return f"{symbol.replace(':', '.')} is of another source ({found})"
+        for symbol, changed in self.changes.items():
+            original = getattr(*find(symbol))
+            original = getattr(original, _MARK, original)
+            if not takes_as_many(changed(original), original):
+                return f"{symbol.replace(':', '.')} takes other arguments {inspect.signature(original)}"
         return None
 
     def make(self) -> None:
@@ -123,6 +128,20 @@ def digest(symbol: str) -> str:
     function = getattr(function, _MARK, function)
     source = "".join(inspect.getsource(function).split())
     return hashlib.sha256(source.replace("".join((function.__doc__ or "").split()), "").encode()).hexdigest()[:8]
+
+
+def takes_as_many(made: Callable[..., Any], original: Callable[..., Any]) -> bool:
+    """Return whether a function can be called with the positional arguments of the one whose place it takes.
+
+    >>> takes_as_many(lambda x, *more: x, lambda x, y, z=0: x), takes_as_many(lambda x: x, lambda x, y: x)
+    (True, False)
+    """
+    placed = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    ours, theirs = (list(inspect.signature(one).parameters.values()) for one in (made, original))
+    given, taken = ([one for one in each if one.kind in placed] for each in (theirs, ours))
+    any_given, any_taken = (any(one.kind is one.VAR_POSITIONAL for one in each) for each in (theirs, ours))
+    needed = sum(one.default is one.empty for one in taken)
+    return any_given or (needed <= len(given) and (any_taken or len(given) <= len(taken)))
 
 
 def replace(symbol: str, changed: Callable[[Any], Any]) -> None:

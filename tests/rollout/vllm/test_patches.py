@@ -72,12 +72,13 @@ def test_a_change_is_made_once_however_often_it_is_applied(fake):
         ("renamed", (), r"vllm\.part\.renamed is not there.*vllm\.part has no renamed"),
         ("count", ("vllm.part:Engine.lost",), r"vllm\.part\.Engine\.lost is not there.*Engine has no lost"),
         ("count", ("vllm_of_another_layout.part:x",), "No module named 'vllm_of_another_layout'"),
+        ("given", (), r"vllm\.part\.given takes other arguments \(more\)"),
     ],
 )
 def test_what_is_gone_is_an_error_that_names_patch_symbol_and_version_and_nothing_is_changed(
     symbol, needs, named, fake
 ):
-    module = fake("vllm.part", count=lambda: 1, Engine=Engine)
+    module = fake("vllm.part", count=lambda: 1, given=lambda more: 1, Engine=Engine)
     with pytest.raises(
         ConfigError, match=rf"patch one_more does not fit.*{named}.*numbers are wrong.*Given: vLLM 0\.33\.1"
     ):
