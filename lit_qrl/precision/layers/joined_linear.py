@@ -1,11 +1,12 @@
 """Plain linear layers that read one input and are multiplied together."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 from typing_extensions import override
 
 from lit_qrl.formats.kernels import dispatch
@@ -101,6 +102,26 @@ class _Plain(Together):
         return _Joined.apply(x, self.sizes, self.whole, found and found.along, *weights, *biases)  # pyright: ignore
 
 
+class _Laid(Together):
+    """Layers that are not trained, and whose weights are parts of one from then on."""
+
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        super().__init__(layers)
+        self.weight = torch.cat([layer.weight for layer in layers])
+        self.bias = end_to_end([layer.bias for layer in layers], self.weight.dtype)
+        for name, whole in (("weight", self.weight), ("bias", self.bias)):
+            for layer, part in zip(self.layers, () if whole is None else whole.split(self.sizes), strict=False):
+                layer._parameters[name] = nn.Parameter(part, requires_grad=False)
+
+    @override
+    def takes(self, x: Tensor) -> bool:
+        return super().takes(x) and x.dtype == self.weight.dtype and not torch.is_autocast_enabled(x.device.type)
+
+    @override
+    def compute(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Sequence[Tensor]:
+        return F.linear(x, self.weight, self.bias).split(self.sizes, -1)
+
+
 class JoinedLinear(nn.Linear):
     """A linear layer whose product is made with those of the layers that read the same input."""
 
@@ -121,15 +142,35 @@ def join_linears(network: nn.Module) -> None:
     Args:
         network: a causal language model.
     """
-    plain: dict[str, Any] = {
-        name: module for name, module in network.named_modules() if type(module) in (nn.Linear, JoinedLinear)
-    }
+    plain = _plain_linears(network)
     together = reading_alike(network, plain)
     alone = [[name] for name in plain if together and name.rpartition(".")[2] in ALONE]
-    for names in together + alone:
-        layers = [plain[name] for name in names]
-        if len({(layer.in_features, layer.bias is None) for layer in layers}) == 1:
-            group = _Plain(layers)
+    _join([[plain[name] for name in names] for names in together + alone], _Plain)
+
+
+def lay_linears(network: nn.Module, foreign: Callable[[Tensor], bool]) -> None:
+    """Let plain layers that read one input be one product of one weight, in place; theirs are parts of it from then on.
+
+    A product of few rows takes as long for the few outputs of keys as for those of queries. Queries, keys and values,
+    6 to 8 % of a model, are copied for it whosever they are, gate and up where they are nobody else's.
+
+    Args:
+        network: a causal language model that is not trained; a second call is for new weights.
+        foreign: whether somebody else holds that weight too.
+    """
+    plain = _plain_linears(network)
+    groups = [[plain[name] for name in names] for names in reading_alike(network, plain)]
+    _join([one for one in groups if len(one) == 3 or not any(foreign(layer.weight) for layer in one)], _Laid)
+
+
+def _plain_linears(network: nn.Module) -> dict[str, Any]:
+    return {name: module for name, module in network.named_modules() if type(module) in (nn.Linear, JoinedLinear)}
+
+
+def _join(groups: Sequence[Sequence[Any]], kind: type[Together]) -> None:
+    for layers in groups:
+        if len({(layer.in_features, layer.bias is None, layer.weight.dtype) for layer in layers}) == 1:
+            group = kind(layers)
             for layer in layers:
                 layer.__class__ = JoinedLinear
                 layer.together = group

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from lit_qrl.errors import ConfigError, check_choice
+from lit_qrl.formats.kernels import dispatch
 from lit_qrl.network.invariant import batch_invariant, check_invariant
 from lit_qrl.network.memory import free_memory
 from lit_qrl.network.routing import routers
 from lit_qrl.network.structure import ATTENTION_KINDS, PLAIN_ATTENTION, body, cached_numbers, states
 from lit_qrl.precision.layers.one_pass import take_one_pass
+from lit_qrl.precision.layers.residual import join_residuals
 from lit_qrl.receipts.ledger import PublishReport, ReceivedLedger
 from lit_qrl.rollout.embedded.attention import FOLDED, take_norms
 from lit_qrl.rollout.embedded.cache import MARGIN, CacheDtype, HeldRow, SlotCache, scales_of
@@ -132,6 +134,8 @@ class TransformersEngine(EmbeddedSampler):
         if on_gpu:
             take_one_pass(network)
             take_norms(network)
+            join_residuals(network)
+            self._modules.joins = dispatch.triton_installed("joined")
 
     def loaded(self, modules: Modules) -> None:
         """Check once for each setup that tokens compute alike in every batch, where they have to."""

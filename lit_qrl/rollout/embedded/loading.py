@@ -16,6 +16,7 @@ from lit_qrl.network.experts import ExpertList, ExpertStack, expert_stacks
 from lit_qrl.network.names import kept_in_fp32
 from lit_qrl.network.padding_free import ATTENTION
 from lit_qrl.network.quantized_linear import QuantizedLinear
+from lit_qrl.precision.layers.joined_linear import lay_linears
 from lit_qrl.receipts.ledger import ReceivedLedger, RefusedError
 from lit_qrl.rollout.adapter import PREFIX, A, B, factors, scaling
 from lit_qrl.rollout.embedded.attention import FOLDED
@@ -58,10 +59,12 @@ class Modules:
     Args:
         network: a model from `skeleton`.
         device: where the weights go.
+
+    With `joins`, weights that read one input are laid one below another for one product.
     """
 
     def __init__(self, network: Any, device: torch.device) -> None:
-        self.network, self.device = network, device
+        self.network, self.device, self.joins = network, device, False
         owners: dict[int, str] = {}
         self.aliases: dict[str, list[str]] = {}
         for name, parameter in network.named_parameters(remove_duplicate=False):
@@ -193,6 +196,8 @@ class Loader:
                 f"Expected: {', '.join(missing[:3])}{', …' if len(missing) > 3 else ''}. "
                 "The sampler is unusable until a whole publish arrives."
             )
+        if self.modules.joins:
+            lay_linears(self.modules.network, lambda weight: weight.untyped_storage().data_ptr() in self.owned)
         for name in self._names:
             held = self.modules.held(name)
             if held is not None:

@@ -5,7 +5,8 @@ from transformers import LlamaConfig
 from lit_qrl import formats
 from lit_qrl.network.adapters import merged_weights
 from lit_qrl.network.quantized_linear import QuantizedLinear
-from lit_qrl.receipts.ledger import RefusedError
+from lit_qrl.precision.layers.joined_linear import _Laid, lay_linears
+from lit_qrl.receipts.ledger import RefusedError, SentLedger, compare
 from lit_qrl.rollout.embedded.loading import Loader, Modules, skeleton
 from tests.families.configs import BY_TYPE, random_network
 from tests.networks import build_network
@@ -80,3 +81,46 @@ def test_an_expert_that_is_missing_is_named():
     stream = (one for one in weights_of(network, format) if "experts.2.down_proj" not in one[0])
     with pytest.raises(RefusedError, match=r"2 of 45 tensors are missing.*layers.0.mlp.experts.2.down_proj.weight"):
         loaded(network, format, stream)
+
+
+def test_weights_that_read_one_input_are_laid_one_below_another(monkeypatch):
+    network = random_network(BY_TYPE["qwen2"])
+    owned = {parameter.untyped_storage().data_ptr() for parameter in network.parameters()}
+    modules, ids = Modules(skeleton(network, CPU), CPU), torch.arange(3, 14)[None]
+    modules.joins = True
+    products = []
+    compute = _Laid.compute
+    monkeypatch.setattr(_Laid, "compute", lambda self, *all: products.append(len(self.sizes)) or compute(self, *all))
+    layers, prefix = len(network.model.layers), "model.layers.0.self_attn."
+    # of a learner's own weights queries, keys and values alone are copied; a format's codes stay as they are
+    for version, (format, mine, kinds) in enumerate([(None, owned, [3]), ("fp8_row", (), []), (None, (), [3, 2])]):
+        format = format and formats.get(format)
+        loader = Loader(modules, format, version, None, mine, share=True, cache=True)
+        loader.load(weights_of(network, format))
+        products.clear()
+        with torch.no_grad():
+            got = modules.network(ids).logits
+        assert products == kinds * layers
+        if not kinds:
+            continue
+        torch.testing.assert_close(got, network(ids).logits, atol=1e-5, rtol=1e-5)
+        held = [modules.held(f"{prefix}{layer}.weight") for layer in ("q_proj", "k_proj", "v_proj")]
+        assert len({one.untyped_storage().data_ptr() for one in held} - owned) == 1
+        sent = SentLedger(version)
+        for name, tensor in weights_of(network):
+            sent.record(name, tensor)
+        assert compare(sent, loader.received) == []
+        held[1].view(-1)[5] += 1  # what is multiplied is what the receipts are of
+        with torch.no_grad():
+            assert not torch.equal(modules.network(ids).logits, got)
+
+
+def test_layers_laid_together_compute_alone_under_autocast():
+    network = random_network(BY_TYPE["qwen2"]).requires_grad_(False)
+    lay_linears(network, lambda weight: False)
+    group, x = network.model.layers[0].mlp.gate_proj.together, torch.zeros(1, network.config.hidden_size)
+    with torch.no_grad():
+        assert group.takes(x)
+        assert not group.takes(x.bfloat16())
+        with torch.autocast("cpu", torch.bfloat16):
+            assert not group.takes(x)
