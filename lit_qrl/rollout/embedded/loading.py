@@ -197,7 +197,7 @@ class Loader:
                 "The sampler is unusable until a whole publish arrives."
             )
         if self.modules.joins:
-            lay_linears(self.modules.network, lambda weight: weight.untyped_storage().data_ptr() in self.owned)
+            lay_linears(self.modules.network)
         for name in self._names:
             held = self.modules.held(name)
             if held is not None:
