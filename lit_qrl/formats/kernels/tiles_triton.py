@@ -24,7 +24,7 @@ WARPS = 8
 DEEP = 4
 # Up to so many rows, those that one step of decoding has, tiles along rows alone are lower: 128×128 of them are fewer
 # than a GPU's multiprocessors.
-FEW, FEW_HEIGHT, FEW_WARPS = 1024, 16, 4
+FEW, FEW_HEIGHT = 1024, 16
 # The most that a thread may take without spilling, so that a multiprocessor has room for three programs, or two.
 REGISTERS = {PLAIN: 80, NORM: 128, GATED: 128}
 _MAX = tl.constexpr(E4M3_MAX)
@@ -130,7 +130,7 @@ Tiles = tuple[Tensor, tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None
 
 def tiles(
     x: Tensor, rows: bool, columns: bool, before: int = PLAIN, other: Tensor | None = None, rstd: Tensor | None = None,
-    weight: Tensor | None = None, written: bool = True, warps: int = 0, registers: int = 0, height: int = 0,
+    weight: Tensor | None = None, written: bool = True, warps: int = WARPS, registers: int = 0, height: int = 0,
 ) -> Tiles:  # fmt: skip
     """Return what the operator makes of `x`, and that as E4M3 along its rows and along its columns, as asked for.
 
@@ -143,7 +143,7 @@ def tiles(
         rstd: " m", fp32.
         weight: " k".
         written: False leaves out the operator's own numbers, which are NaN then, where codes are all that is read.
-        warps: of a program; 0 takes `WARPS`, or `FEW_WARPS`.
+        warps: of a program.
         registers: the most of a thread; 0 takes what `REGISTERS` says.
         height: rows of a tile, `TILE` where columns are made; 0 takes as many, or `FEW_HEIGHT`.
     """
@@ -152,8 +152,7 @@ def tiles(
     if other is not None and other.stride() != x.stride():
         x, other = x.contiguous(), other.contiguous()
     m, k = x.shape
-    few = m <= FEW and not columns
-    height, warps = height or (FEW_HEIGHT if few else TILE), warps or (FEW_WARPS if few else WARPS)
+    height = height or (FEW_HEIGHT if m <= FEW and not columns else TILE)
     tiles_m, tiles_k = pieces(m, height), pieces(k, TILE)
     padded = tiles_m * height
     # what is not made is not written, and no E4M3: Triton knows none below compute capability 8.9

@@ -151,9 +151,9 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, last: Tensor, scale: flo
     _part_kernel[(b, key_heads, count)](
         query, keys, values, last, parts, weights, d**-0.5 if scale is None else scale, groups, *query.stride()[:2],
         *keys.stride()[:3], *values.stride()[:3], d, dim, part, max(16, triton.next_power_of_2(groups)), *sizes, BLOCK,
-        num_warps=4,
+        num_warps=4, num_stages=2,
     )  # fmt: skip
     _whole_kernel[(b, heads)](
-        parts, weights, last, out, dim, count, part, triton.next_power_of_2(count), sizes[1], num_warps=2
+        parts, weights, last, out, dim, count, part, triton.next_power_of_2(count), sizes[1], num_warps=1
     )
     return out

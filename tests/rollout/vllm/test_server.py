@@ -369,10 +369,13 @@ def test_no_more_requests_are_under_way_than_files_may_be_open(files, at_once, a
 
 
 NOTHING = {"token_ids": [], "logprobs": {"content": []}, "finish_reason": "length"}
+FEWER = {"token_ids": [7, 8], "logprobs": {"content": [{"logprob": -1.0}]}, "finish_reason": "length"}
 GIVEN_UP = {"token_ids": [7], "logprobs": {"content": [{"logprob": -1.0}]}, "finish_reason": "abort"}
 
 
-@pytest.mark.parametrize("answer", [{}, {"choices": [NOTHING]}, {"choices": [GIVEN_UP]}, {"prompt_logprobs": []}])
+@pytest.mark.parametrize(
+    "answer", [{}, *({"choices": [one]} for one in (NOTHING, FEWER, GIVEN_UP)), {"prompt_logprobs": []}]
+)
 def test_an_answer_without_what_was_asked_for_is_a_death(answer, answering):
     asked = [[requests.Asked(0, [1, 2], None if "prompt_logprobs" in answer else SamplingParams())]]
     with pytest.raises(EngineDiedError, match="one:1 is gone: its answer lacks what was asked for"):
