@@ -18,7 +18,6 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from lit_qrl.network.short_attention import attend_short, is_short
 from lit_qrl.network.structure import PLAIN_ATTENTION, body
 from lit_qrl.types import RolloutBatch
 
@@ -300,11 +299,7 @@ def attend_laid_out(rows: tuple[Tensor, Tensor, Tensor], flat_batch: FlatBatch, 
             outputs.append(flat_batch.attention(q, k, v, scaling).flatten(0, 1))
             continue
         q, k, v = (x.unflatten(0, bucket.shape).transpose(1, 2) for x in part)
-        if is_short(q):
-            seen = torch.ones(1, 1, *bucket.shape[1:] * 2, dtype=torch.bool).tril()
-            out = attend_short(q, k, v, seen, scaling)
-        else:
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     restored: Any = _PutBack.apply(joined, flat_batch.restored)

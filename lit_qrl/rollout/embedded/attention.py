@@ -11,7 +11,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from lit_qrl.formats.kernels import dispatch
-from lit_qrl.network.short_attention import attend_short, is_short
 from lit_qrl.network.structure import RMS_NORMS
 from lit_qrl.precision.layers.one_pass import OnePassRMSNorm
 
@@ -56,8 +55,6 @@ def attend_folded(
         from lit_qrl.rollout.embedded import attention_triton
 
         return attention_triton.attend(query[:, :, 0], key, value, last_columns, scaling)[:, None], None
-    if is_short(query):
-        return attend_short(query, key, value, attention_mask, scaling).transpose(1, 2), None
     folded = query.view(len(query), key.shape[1], heads // key.shape[1], query.shape[3])
     out = F.scaled_dot_product_attention(folded, key, value, attn_mask=attention_mask, scale=scaling)
     return out.reshape(len(query), 1, heads, value.shape[3]), None
