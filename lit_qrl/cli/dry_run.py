@@ -25,6 +25,7 @@ from lit_qrl.network.linears import quantizable_linears
 from lit_qrl.network.routing import route_dtype, routers
 from lit_qrl.policy import DTYPES
 from lit_qrl.precision import QuantizedPrecision
+from lit_qrl.precision.layers.joined_linear import LAID
 from lit_qrl.precision.layers.one_pass import take_one_pass
 from lit_qrl.precision.packed_lora import PackedLoRA
 from lit_qrl.rollout import DiffusionEngine, RemoteVLLMEngine, TransformersEngine, VLLMEngine
@@ -348,8 +349,10 @@ def engine_parts(
     if isinstance(engine, EmbeddedSampler):
         shared = engine.share == "auto" and not spec.outlives_update and plain == learner.dtype
         if shared:
-            size -= learner.count(base - quantized) * plain.itemsize
-            note += ", the plain ones shared with the learner"
+            laid = device.type == "cuda" and isinstance(engine, TransformersEngine) and engine.cuda_graphs
+            own = {name for name in base - quantized if laid and name.rpartition(".")[0].endswith(LAID)}
+            size -= learner.count(base - quantized - own) * plain.itemsize
+            note += f", {'most' if own else 'the'} plain ones shared with the learner"
         if engine.keep_operands and quantized:
             size += learner.count(quantized) * 4
             note += ", and dequantized operands"

@@ -303,6 +303,11 @@ def test_memory_is_judged_for_a_gpu_that_is_not_here(run):
     assert (status, sizes["weights"]) == (0, 2 * 987_776), text
     assert "Of the GPU's 80.00 GiB this leaves them 7" in text
     assert text.endswith("The configuration can be run; memory was judged for a GPU of 80 GiB.")
+    own = "--dry_run 80 --trainer.accelerator gpu --trainer.precision bf16-true --publisher.format auto"
+    _, sizes, text = run(own, dry=False)  # queries, keys and values are laid together
+    assert sizes["sampler's weights"] == 4 * 2 * (256 + 128 + 128) * 128
+    assert "most plain ones shared with the learner" in text
+    assert run(f"{own} --data.engine.cuda_graphs false", dry=False)[1]["sampler's weights"] == 0
     status, _, text = run("--dry_run 0.005 --trainer.accelerator gpu", dry=False)
     assert status == 2
     assert "The run does not fit its GPU. Expected: at most 5.1 MiB" in text

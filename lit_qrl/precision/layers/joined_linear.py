@@ -20,6 +20,10 @@ ALONE = ("o_proj", "down_proj")
 """Layers that no other reads the input of; their gradients too are added up by the product."""
 
 
+LAID = ("q_proj", "k_proj", "v_proj")
+"""Layers whose weights a sampler on a GPU copies into one."""
+
+
 class _Joined(torch.autograd.Function):
     """Products of one input; the first layers' weights may be laid one below another for it."""
 
@@ -158,7 +162,8 @@ def lay_linears(network: nn.Module) -> None:
         network: a causal language model that is not trained; a second call is for new weights.
     """
     plain = _plain_linears(network)
-    _join([[plain[name] for name in names] for names in reading_alike(network, plain) if len(names) == 3], _Laid)
+    groups = [[plain[name] for name in names] for names in reading_alike(network, plain) if names[0].endswith(LAID)]
+    _join([one for one in groups if len(one) == len(LAID)], _Laid)
 
 
 def _plain_linears(network: nn.Module) -> dict[str, Any]:
