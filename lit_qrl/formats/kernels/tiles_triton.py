@@ -22,9 +22,6 @@ PLAIN, NORM, GATED = 0, 1, 2
 WARPS = 8
 # With eight warps a warp's load covers four rows, 32 the program: these are the rows that a thread has besides.
 DEEP = 4
-# Up to so many rows, those that one step of decoding has, tiles along rows alone are lower: 128×128 of them are fewer
-# than a GPU's multiprocessors.
-FEW, FEW_HEIGHT = 1024, 16
 # The most that a thread may take without spilling, so that a multiprocessor has room for three programs, or two.
 REGISTERS = {PLAIN: 80, NORM: 128, GATED: 128}
 _MAX = tl.constexpr(E4M3_MAX)
@@ -81,15 +78,14 @@ def _quantized(values, AXIS: tl.constexpr):
 @triton.jit
 def _tiles_kernel(
     x, other, rstd, weight, y, rows, rows_scale, columns, columns_scale, m, k, stride, padded, BEFORE: tl.constexpr,
-    WRITTEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr, HEIGHT: tl.constexpr,
-    DEEP: tl.constexpr,
+    WRITTEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr, DEEP: tl.constexpr,
 ):  # fmt: skip
-    """One tile of what the operator before makes: its numbers, and its codes along both sides."""
+    """One 128×128 tile of what the operator before makes: its numbers, and its codes along both sides."""
     tile_k, tile_m = tl.program_id(0), tl.program_id(1)
-    apart: tl.constexpr = HEIGHT // DEEP
+    apart: tl.constexpr = SIZE // DEEP
     # row d of thread row i stands at i + d · apart, where the compiler puts what one thread holds
-    place = tl.arange(0, HEIGHT)
-    row = tile_m * HEIGHT + (place % apart) * DEEP + place // apart
+    place = tl.arange(0, SIZE)
+    row = tile_m * SIZE + (place % apart) * DEEP + place // apart
     column = tile_k * SIZE + tl.arange(0, SIZE)
     inside = (row < m)[:, None] & (column < k)[None, :]
     offsets = row.to(tl.int64)[:, None] * stride + column[None, :]
@@ -130,7 +126,7 @@ Tiles = tuple[Tensor, tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None
 
 def tiles(
     x: Tensor, rows: bool, columns: bool, before: int = PLAIN, other: Tensor | None = None, rstd: Tensor | None = None,
-    weight: Tensor | None = None, written: bool = True, warps: int = WARPS, registers: int = 0, height: int = 0,
+    weight: Tensor | None = None, written: bool = True, warps: int = WARPS, registers: int = 0,
 ) -> Tiles:  # fmt: skip
     """Return what the operator makes of `x`, and that as E4M3 along its rows and along its columns, as asked for.
 
@@ -145,16 +141,14 @@ def tiles(
         written: False leaves out the operator's own numbers, which are NaN then, where codes are all that is read.
         warps: of a program.
         registers: the most of a thread; 0 takes what `REGISTERS` says.
-        height: rows of a tile, `TILE` where columns are made; 0 takes as many, or `FEW_HEIGHT`.
     """
     if x.stride(-1) != 1:
         x = x.contiguous()
     if other is not None and other.stride() != x.stride():
         x, other = x.contiguous(), other.contiguous()
     m, k = x.shape
-    height = height or (FEW_HEIGHT if m <= FEW and not columns else TILE)
-    tiles_m, tiles_k = pieces(m, height), pieces(k, TILE)
-    padded = tiles_m * height
+    tiles_m, tiles_k = pieces(m, TILE), pieces(k, TILE)
+    padded = tiles_m * TILE
     # what is not made is not written, and no E4M3: Triton knows none below compute capability 8.9
     along = across = along_scale = across_scale = y = x
     if before != PLAIN and not written:
@@ -170,8 +164,8 @@ def tiles(
     nothing = x if other is None else other
     _tiles_kernel[tiles_k, tiles_m](
         x, nothing, along_scale if rstd is None else rstd, x if weight is None else weight, y if written else x, along,
-        along_scale, across, across_scale, m, k, x.stride(0), padded, before, written, rows, columns, TILE, height,
-        DEEP if height == TILE else 1, num_warps=warps, maxnreg=registers or REGISTERS[before],
+        along_scale, across, across_scale, m, k, x.stride(0), padded, before, written, rows, columns, TILE, DEEP,
+        num_warps=warps, maxnreg=registers or REGISTERS[before],
     )  # fmt: skip
     return y, (along, along_scale.t()) if rows else None, (across, across_scale.t()) if columns else None
 

@@ -1,4 +1,4 @@
-"""Rotary position embeddings in one or two kernels, where the plain operations take some twenty.
+"""Rotary position embeddings in one kernel for queries and one for keys, where the plain operations take some ten each.
 
 The kernel computes in fp32 and rounds once, as vLLM does; the plain operations, which do it where it cannot run, round
 each product too.
@@ -52,27 +52,11 @@ def _one_pass(plain: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tupl
         if unsqueeze_dim != 1 or not _in_kernel(q, k, cos, sin) or not (_flat(q, cos) and _flat(k, cos)):
             return plain(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
         turns = cos.flatten(0, 1), sin.flatten(0, 1)
-        rows = [x.transpose(1, 2).flatten(0, 1) for x in (q, k)]
-        whole = _adjoining(*rows)
-        turned: Any = (
-            [_Rotate.apply(x, *turns) for x in rows]
-            if whole is None
-            else _Rotate.apply(whole, *turns).split([q.shape[1], k.shape[1]], 1)  # pyright: ignore
-        )
+        turned: list[Any] = [_Rotate.apply(x.transpose(1, 2).flatten(0, 1), *turns) for x in (q, k)]
         made = [x.unflatten(0, cos.shape[:2]).transpose(1, 2) for x in turned]
         return made[0], made[1]
 
     return rotated
-
-
-def _adjoining(q: Tensor, k: Tensor) -> Tensor | None:
-    """Return queries and keys "n heads dim" as one tensor, for one launch, where they lie in memory so."""
-    (n, heads, dim), others = q.shape, k.shape[1]
-    there = q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
-    if not there or torch.is_grad_enabled() or q.stride() != k.stride() or q.stride(1) != dim:
-        return None
-    after = k.storage_offset() == q.storage_offset() + heads * dim
-    return q.as_strided((n, heads + others, dim), q.stride()) if after else None
 
 
 def _flat(x: Tensor, cos: Tensor) -> bool:

@@ -60,7 +60,8 @@ class Modules:
         network: a model from `skeleton`.
         device: where the weights go.
 
-    With `joins`, weights that read one input are laid one below another for one product.
+    Attributes:
+        joins: whether the weights of queries, keys and values are laid one below another, for one product.
     """
 
     def __init__(self, network: Any, device: torch.device) -> None:

@@ -60,19 +60,6 @@ def test_rows_are_turned_by_the_kernel_both_ways(rows, calls):
     torch.testing.assert_close(got, trained(PLAIN, q, k, cos, sin), atol=1e-6, rtol=1e-6)
 
 
-@torch.no_grad()
-def test_queries_and_keys_side_by_side_are_turned_at_once(calls):
-    q, k, cos, sin = problem()
-    joint = torch.cat((q, k, k), dim=1).transpose(1, 2).contiguous().transpose(1, 2)  # of one product, values behind
-    parts = joint.split([q.shape[1], k.shape[1], k.shape[1]], dim=1)
-    expected, turned = rotary._one_pass(PLAIN)(q, k, cos, sin), rotary._one_pass(PLAIN)
-    calls.clear()
-    torch.testing.assert_close(turned(*parts[:2], cos, sin), expected, rtol=0, atol=0)
-    assert len(calls) == 1
-    assert torch.equal(turned(parts[0], parts[2], cos, sin)[1], expected[1])  # something stands between them
-    assert len(calls) == 3
-
-
 @pytest.mark.parametrize("case", ["batch", "fp32", "partial", "dimension"])
 def test_what_the_kernel_does_not_know_takes_the_plain_operations(case, calls):
     q, k, cos, sin = problem(dtype=torch.float32 if case == "fp32" else torch.bfloat16)
