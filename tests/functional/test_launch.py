@@ -77,3 +77,25 @@ def test_another_option_is_asked_for(kernel):
 def test_an_interpreted_kernel_stays_itself():
     plain = SimpleNamespace()
     assert remembered(plain) is plain
+
+
+@pytest.mark.gpu
+def test_no_number_of_tokens_is_compiled_for():
+    from lit_qrl.formats.kernels import norm_triton, tiles_triton, turned_triton
+
+    kernels = norm_triton._norm_kernel, norm_triton._norm_backward_kernel
+    kernels += tiles_triton._tiles_kernel, turned_triton._turned_back_kernel
+
+    def run(tokens, copies):
+        x, weight = torch.randn(tokens, 256, device="cuda").bfloat16(), torch.ones(256, device="cuda").bfloat16()
+        _, _, rstd = norm_triton.norm(x, weight, 1e-6)
+        norm_triton.norm_backward(x, x, rstd, weight)
+        tiles_triton.tiles(x, False, False, tiles_triton.GATED, other=x)
+        heads, place = torch.randn(tokens, 2, 64, device="cuda").bfloat16(), torch.arange(tokens, device="cuda")
+        turned_triton.turned_back((heads,) * 3, heads[:, 0], heads[:, 0], place, place[: copies * 16].view(-1, copies))
+
+    run(33, 2)
+    compiled = [len(kernel._kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels]
+    for tokens, copies in ((48, 1), (65, 3), (256, 16)):
+        run(tokens, copies)
+    assert compiled == [len(kernel._kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels]

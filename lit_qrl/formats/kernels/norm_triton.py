@@ -22,7 +22,7 @@ COLUMNS_PER_WARP, LEAST, MOST_WARPS = 512, 2048, 16
 
 
 @remembered
-@triton.jit
+@triton.jit(do_not_specialize=["m"])  # tokens: each number of them is the same kernel
 def _norm_kernel(
     x, residual, weight, summed, y, rstd, m, k, eps, ADD: tl.constexpr, SCALE: tl.constexpr, ROWS: tl.constexpr,
     SIZE: tl.constexpr,
@@ -82,7 +82,7 @@ def norm(
 
 
 @remembered
-@triton.jit
+@triton.jit(do_not_specialize=["m"])  # tokens: each number of them is the same kernel
 def _norm_backward_kernel(
     grad, x, beside, rstd, weight, grad_x, grad_weight, m, k, ADD: tl.constexpr, ROWS: tl.constexpr,
     SIZE: tl.constexpr,

@@ -75,7 +75,7 @@ def _quantized(values, AXIS: tl.constexpr):
 
 
 @remembered
-@triton.jit
+@triton.jit(do_not_specialize=["m"])  # tokens: each number of them is the same kernel
 def _tiles_kernel(
     x, other, rstd, weight, y, rows, rows_scale, columns, columns_scale, m, k, stride, padded, BEFORE: tl.constexpr,
     WRITTEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr, DEEP: tl.constexpr,

@@ -106,7 +106,7 @@ def _returned_heads(
 
 
 @remembered
-@triton.jit
+@triton.jit(do_not_specialize=["shared", "count"])  # tokens: each number of them is the same kernel
 def _turned_back_kernel(
     of_q, of_k, of_v, cos, sin, place, copies, out, heads, key_heads, shared, count, HALF: tl.constexpr,
     SIZE: tl.constexpr, HEADS: tl.constexpr,
