@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -41,20 +42,24 @@ def available_for_e4m3(x: Tensor, kernel: str) -> bool:
 
 Tile = tuple[Tensor, Tensor]
 """Codes, and the scales along their last dimension."""
-_KEPT = "_lit_qrl_tiles"
 
 
 class _Kept(NamedTuple):
+    of: "ref[Tensor]"
     source: str
     version: int
     along: Any
     across: Any
 
 
+_notes: dict[int, _Kept] = {}
+"""What is kept for tensors, by their identity, for as long as they live."""
+
+
 def made_once(x: Tensor, source: str, columns: bool, make: Callable[[bool], tuple[Any, Any]]) -> tuple[Any, Any]:
     """Return what `make(columns)` makes of `x`, made once for all layers that read the same tensor.
 
-    It is kept with the tensor, for as long as that lives and is not written to.
+    It is kept for as long as the tensor lives and is not written to.
 
     Args:
         x: the layers' input.
@@ -67,21 +72,28 @@ def made_once(x: Tensor, source: str, columns: bool, make: Callable[[bool], tupl
         return make(columns)
     found = kept(x, source)
     if found is None or (columns and found.across is None):
-        found = _Kept(source, x._version, *make(columns))
-        setattr(x, _KEPT, found)
+        found = _note(x, source, *make(columns))
     return found.along, found.across
 
 
 def keep(x: Tensor, source: str, along: Any, across: Any = None) -> None:
     """Let `made_once` and `kept` find what the operator before made together with `x`."""
     if not x.is_inference():
-        setattr(x, _KEPT, _Kept(source, x._version, along, across))
+        _note(x, source, along, across)
+
+
+def _note(x: Tensor, source: str, along: Any, across: Any) -> _Kept:
+    key = id(x)
+    _notes[key] = found = _Kept(ref(x, lambda _: _notes.pop(key, None)), source, x._version, along, across)
+    return found
 
 
 def kept(x: Tensor, source: str) -> _Kept | None:
     """Return what a source has kept with `x`, or None where it did not, or `x` was written to since."""
-    found: _Kept | None = getattr(x, _KEPT, None)
-    return found if found is not None and (found.source, found.version) == (source, x._version) else None
+    found = _notes.get(id(x))
+    if found is None or found.of() is not x:
+        return None
+    return found if (found.source, found.version) == (source, x._version) else None
 
 
 def kept_tiles(x: Tensor, columns: bool) -> tuple[Tile, Tile | None]:

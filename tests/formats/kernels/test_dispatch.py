@@ -69,3 +69,17 @@ def test_codes_are_transposed_in_one_piece(shape):
     assert turned.is_contiguous()
     assert turned.dtype == codes.dtype
     assert torch.equal(turned.view(torch.uint8), codes.view(torch.uint8).t())
+
+
+def test_what_is_kept_for_a_tensor_goes_with_it_and_is_no_attribute():
+    before = len(dispatch._notes)
+    x, asked = torch.randn(4, 8), []
+    for _ in range(2):
+        assert dispatch.made_once(x, "made", False, lambda columns: (asked.append(1) or "it", None)) == ("it", None)
+    assert len(asked) == 1
+    assert not vars(x)
+    assert dispatch.kept(x, "another") is dispatch.kept(x.view(-1), "made") is None
+    x.add_(1)
+    assert dispatch.kept(x, "made") is None
+    del x
+    assert len(dispatch._notes) == before

@@ -142,7 +142,7 @@ def test_what_is_refused_would_go_wrong(name, monkeypatch, built):
         refused = False
     engine = built(network, format, refusable=False)
     if refused and name == "int4_group":
-        with pytest.raises(AttributeError, match="cpu_gemm_wna16"):
+        with pytest.raises((AttributeError, ConfigError), match="cpu_gemm_wna16"):  # as it starts, or is published to
             publish(network, engine, format, 0)
     else:
         faults, _, _ = publish(network, engine, format, 0, everywhere=True)
