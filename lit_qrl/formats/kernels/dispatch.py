@@ -83,8 +83,8 @@ def keep(x: Tensor, source: str, along: Any, across: Any = None) -> None:
 
 
 def _note(x: Tensor, source: str, along: Any, across: Any) -> _Kept:
-    key = id(x)
-    _notes[key] = found = _Kept(ref(x, lambda _: _notes.pop(key, None)), source, x._version, along, across)
+    notes, key = _notes, id(x)  # the module's names may be gone before the last tensor
+    notes[key] = found = _Kept(ref(x, lambda _: notes.pop(key, None)), source, x._version, along, across)
     return found
 
 
