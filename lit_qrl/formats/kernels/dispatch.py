@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
-from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lit_qrl.formats.kernels import activations, gemm
 from lit_qrl.formats.numerics import (
@@ -45,15 +45,14 @@ Tile = tuple[Tensor, Tensor]
 
 
 class _Kept(NamedTuple):
-    of: "ref[Tensor]"
     source: str
     version: int
     along: Any
     across: Any
 
 
-_notes: dict[int, _Kept] = {}
-"""What is kept for tensors, by their identity, for as long as they live."""
+_notes = WeakTensorKeyDictionary()
+"""What is kept for tensors, for as long as they live."""
 
 
 def made_once(x: Tensor, source: str, columns: bool, make: Callable[[bool], tuple[Any, Any]]) -> tuple[Any, Any]:
@@ -72,28 +71,20 @@ def made_once(x: Tensor, source: str, columns: bool, make: Callable[[bool], tupl
         return make(columns)
     found = kept(x, source)
     if found is None or (columns and found.across is None):
-        found = _note(x, source, *make(columns))
+        found = _notes[x] = _Kept(source, x._version, *make(columns))
     return found.along, found.across
 
 
 def keep(x: Tensor, source: str, along: Any, across: Any = None) -> None:
     """Let `made_once` and `kept` find what the operator before made together with `x`."""
     if not x.is_inference():
-        _note(x, source, along, across)
-
-
-def _note(x: Tensor, source: str, along: Any, across: Any) -> _Kept:
-    notes, key = _notes, id(x)  # the module's names may be gone before the last tensor
-    notes[key] = found = _Kept(ref(x, lambda _: notes.pop(key, None)), source, x._version, along, across)
-    return found
+        _notes[x] = _Kept(source, x._version, along, across)
 
 
 def kept(x: Tensor, source: str) -> _Kept | None:
     """Return what a source has kept with `x`, or None where it did not, or `x` was written to since."""
-    found = _notes.get(id(x))
-    if found is None or found.of() is not x:
-        return None
-    return found if (found.source, found.version) == (source, x._version) else None
+    found: _Kept | None = _notes.get(x)
+    return found if found is not None and (found.source, found.version) == (source, x._version) else None
 
 
 def kept_tiles(x: Tensor, columns: bool) -> tuple[Tile, Tile | None]:

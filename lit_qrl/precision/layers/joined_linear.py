@@ -19,7 +19,6 @@ ROWS = 1024
 ALONE = ("o_proj", "down_proj")
 """Layers that no other reads the input of; their gradients too are added up by the product."""
 
-
 LAID = ("q_proj", "k_proj", "v_proj")
 """Layers whose weights a sampler on a GPU copies into one."""
 

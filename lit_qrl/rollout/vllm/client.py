@@ -532,7 +532,7 @@ def completion_of(choice: Mapping[str, Any], version: int) -> Completion:
         raise ValueError(f"{len(tokens)} tokens with {len(logprobs)} log-probs, ended by {ended}")
     return Completion(
         token_ids=tokens,
-        # null is a NaN, which JSON has none of: weights gone wrong, no server
+        # JSON has no NaN, so null is one: of weights that went wrong, not of a server
         logprobs=[math.nan if one["logprob"] is None else one["logprob"] for one in logprobs],
         finish_reason="stop" if ended == "stop" else "length",
         version=versions[0] if len(versions) == len(tokens) > 0 else version,
