@@ -116,10 +116,10 @@ class Products:
 
     def products(self, layer: str, rows: int) -> Iterator[tuple[str, Call]]:
         import torch
-        from lit_qrl_vllm_fast import decoding, products_triton
+        from lit_qrl_vllm_fast import decoding
         from torch.nn import functional as F
 
-        from lit_qrl.formats.kernels import gemm
+        from lit_qrl.formats.kernels import gemm, products_triton
 
         (n, k), e4m3 = self.shapes[layer], torch.float8_e4m3fn
         plain, codes, scales = self.plain[layer], self.codes[layer], self.scales[layer]
@@ -180,7 +180,7 @@ def vllm_ops() -> Any:
 
 def cuts(rows: int, n: int, k: int) -> Iterator[Any]:
     """Yield the ways to cut a product that are worth a try."""
-    from lit_qrl_vllm_fast.products_triton import Plan
+    from lit_qrl.formats.kernels.products_triton import Plan
 
     whole = min(max(1 << (rows - 1).bit_length(), 16), 128)
     for height in sorted({whole, max(whole // 2, 16)}, reverse=True):
@@ -198,7 +198,8 @@ def cuts(rows: int, n: int, k: int) -> Iterator[Any]:
 def search(bench: Products, rows: list[int], budget: float, kept: Callable[[], None]) -> dict[str, Any]:
     """Return the fastest cuts of our product by rows and layer."""
     import torch
-    from lit_qrl_vllm_fast import products_triton
+
+    from lit_qrl.formats.kernels import products_triton
 
     end = time.perf_counter() + budget
     layer = next(iter(bench.shapes))

@@ -41,6 +41,9 @@ class FP8Block(ScaledE4M3):
     def gemm_scales(self, scales: Tensor) -> Tensor:
         return gemm.block_scale_layout(scales)
 
+    def plain_scales(self, scale: Tensor) -> Tensor:
+        return scale.t()  # behind them, up to three columns that no block has
+
     def multiply(self, x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
         return gemm.scaled_mm_block(*self.input_codes(x), codes, scale, bias, x.dtype)
 

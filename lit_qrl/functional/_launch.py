@@ -16,6 +16,7 @@ KERNELS = [
     "decoding",
     "denoising",
     "drawing",
+    "few_rows",
     "fp4_weights",
     "fp8_weights",
     "gated",

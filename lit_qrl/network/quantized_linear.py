@@ -35,6 +35,7 @@ class QuantizedLinear(nn.Module):
             self.register_buffer(name, None, persistent=False)
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
         self._prepared: dict[torch.dtype, PreparedWeight] = {}
+        self.together: Any = None  # what multiplies it with the layers that read the same input, until new codes come
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, format: NumberFormat, cache: bool = True) -> Self:
@@ -50,6 +51,7 @@ class QuantizedLinear(nn.Module):
         """Take a weight that is already quantized; its tensors are shared, not copied."""
         self.codes, self.scales, self.global_scale = q.codes, q.scales, q.global_scale
         self._prepared.clear()
+        self.together = None
 
     @property
     def weight(self) -> QuantizedWeight:
@@ -73,7 +75,9 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `x @ W.T + bias` in the format's arithmetic."""
-        x = autocast_input(x)
+        given, x = x, autocast_input(x)
+        if self.together is not None and x is given and self.together.takes(x):
+            return self.together.output(self, x)
         return self.format.apply(x, self.prepared(x.dtype), self.bias)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantizedLinear":
@@ -85,6 +89,7 @@ class QuantizedLinear(nn.Module):
             if before is not None and after.dtype != before.dtype:
                 setattr(self, name, before.to(after.device))
         self._prepared.clear()
+        self.together = None
         return self
 
     def extra_repr(self) -> str:

@@ -9,8 +9,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from typing_extensions import override
 
+from lit_qrl.formats.base import QuantizedWeight
 from lit_qrl.formats.kernels import dispatch
+from lit_qrl.formats.scaled import Scaled
 from lit_qrl.functional._gradients import added, weight_gradients
+from lit_qrl.network.quantized_linear import QuantizedLinear
 from lit_qrl.precision.layers.together import Together, end_to_end, reading_alike, side_by_side
 
 ROWS = 1024
@@ -125,6 +128,43 @@ class _Laid(Together):
         return F.linear(x, self.weight, self.bias).split(self.sizes, -1)
 
 
+class _LaidCodes(Together):
+    """A sampler's layers of codes that are parts of one weight from then on, for products of few rows.
+
+    A layer that no other reads the input of is one by itself.
+    """
+
+    def __init__(self, layers: Sequence[QuantizedLinear]) -> None:
+        super().__init__(layers)
+        first, made = layers[0], [layer.weight for layer in layers]
+        scales = [q.scales for q in made if q.scales is not None]
+        whole = side_by_side([q.codes for q in made], dim=0), side_by_side(scales, dim=0)
+        parts = whole[0].split(self.sizes), whole[1].split([len(one) for one in scales])
+        for layer, codes, scale in zip(layers, *parts, strict=True):
+            layer.set_weight(QuantizedWeight(codes, scale, None, layer.format, layer.shape))
+        self.format: Any = first.format
+        shape = (sum(self.sizes), first.in_features)
+        self.prepared = self.format.prepare(QuantizedWeight(*whole, None, self.format, shape), torch.bfloat16)
+        self.bias = end_to_end([layer.bias for layer in layers], torch.float32)
+
+    @staticmethod
+    def fits(layers: Sequence[Any]) -> bool:
+        """Return whether the device multiplies their codes, and no scale of theirs is another layer's too."""
+        first = layers[0]
+        format, rows = first.format, first.format.rows_together
+        if not isinstance(format, Scaled) or rows is None or any(one.codes is None for one in layers):
+            return False
+        alike = {(one.format, one.in_features, one.bias is None) for one in layers}
+        fitting = all(one.out_features % rows == 0 and format.has_gemm(one.codes.device, one.shape) for one in layers)
+        return len(alike) == 1 and fitting
+
+    @override
+    def compute(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Sequence[Tensor]:
+        assert self.prepared.scale is not None
+        out = self.format.multiply_few(x, self.prepared.operand, self.prepared.scale, self.bias)
+        return out.view(*x.shape[:-1], -1).split(self.sizes, -1)
+
+
 class JoinedLinear(nn.Linear):
     """A linear layer whose product is made with those of the layers that read the same input."""
 
@@ -155,7 +195,7 @@ def lay_linears(network: nn.Module) -> None:
     """Let queries, keys and values be one product of one weight, in place; theirs are parts of it from then on.
 
     A product of few rows takes as long for the few outputs of keys as for those of queries. The copy is 5 to 10 % of a
-    model; gate and up, half of it, gain little.
+    model; gate and up, half of it, gain little. Codes are the sampler's own, so that those of gate and up are laid too.
 
     Args:
         network: a causal language model that is not trained; a second call is for new weights.
@@ -163,6 +203,14 @@ def lay_linears(network: nn.Module) -> None:
     plain = _plain_linears(network)
     groups = [[plain[name] for name in names] for names in reading_alike(network, plain) if names[0].endswith(LAID)]
     _join([one for one in groups if len(one) == len(LAID)], _Laid)
+    coded = {name: module for name, module in network.named_modules() if isinstance(module, QuantizedLinear)}
+    alike = reading_alike(network, coded)
+    alone = [[name] for name in coded.keys() - {name for names in alike for name in names}]
+    for layers in ([coded[name] for name in names] for names in alike + alone):
+        if _LaidCodes.fits(layers):
+            group = _LaidCodes(layers)
+            for layer in layers:
+                layer.together = group
 
 
 def _plain_linears(network: nn.Module) -> dict[str, Any]:

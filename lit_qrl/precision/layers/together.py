@@ -152,24 +152,26 @@ def reading_alike(network: Any, names: Iterable[str]) -> list[list[str]]:
     return [group for group in groups if [name.rpartition(".")[2] for name in group] in _ALIKE]
 
 
-def side_by_side(parts: Sequence[Tensor]) -> Tensor:
-    """Return matrices "m k" as one "m Σk", without a copy where they lie in memory so.
+def side_by_side(parts: Sequence[Tensor], dim: int = 1) -> Tensor:
+    """Return matrices "m k" as one "m Σk", or with dim 0 one "Σm k", without a copy where they lie in memory so.
 
     >>> whole = torch.arange(6.0).view(2, 3)
     >>> side_by_side(whole.split([2, 1], dim=1)).data_ptr() == whole.data_ptr()
     True
+    >>> side_by_side(whole.split(1), dim=0).data_ptr() == whole.data_ptr()
+    True
     """
-    first, width = parts[0], sum(part.shape[1] for part in parts)
+    first, length = parts[0], sum(part.shape[dim] for part in parts)
     if len(parts) == 1:
         return first
-    stride, place = (width, 1), first.storage_offset()
+    stride, place = (length if dim else first.shape[1], 1), first.storage_offset()
     memory = first.untyped_storage().data_ptr()
     for part in parts:
         adjoins = part.storage_offset() == place and part.untyped_storage().data_ptr() == memory
         if part.stride() != stride or not adjoins:
-            return torch.cat(list(parts), dim=1)
-        place += part.shape[1]
-    return first.as_strided((first.shape[0], width), stride)
+            return torch.cat(list(parts), dim=dim)
+        place += part.shape[1] if dim else part.numel()
+    return first.as_strided((first.shape[0], length) if dim else (length, first.shape[1]), stride)
 
 
 def end_to_end(biases: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor | None:

@@ -15,19 +15,10 @@ from lit_qrl.rollout.vllm.patches import Patch
 from lit_qrl.rollout.vllm.server import SERVES
 
 BLOCK = gemm.BLOCK
-MOST_ROWS, FEW_ROWS = 128, 32
-"""Rows up to which our product is faster for weights of few tiles, and for all."""
-MOST_TILES = 132
-"""Tiles of 128 outputs from which on a weight keeps an H200's multiprocessors busy."""
 DRAW = 4
 """By what a generator's offset grows with a draw: CUDA's generators count in fours."""
 
 # ------------------------------------------------------------------------------------- FP8 products by blocks
-
-
-def ours(m: int, n: int) -> bool:
-    """Return whether our product is the fastest for `m` rows and a weight of `n` rows."""
-    return m <= FEW_ROWS or (m <= MOST_ROWS and n // BLOCK < MOST_TILES)
 
 
 def by_blocks(
@@ -51,8 +42,8 @@ def by_blocks(
     if same_kernels.active():  # the learner's product, whose sums do not depend on the number of rows
         layout = block_scales.t() if k % (4 * BLOCK) == 0 else gemm.block_scale_layout(block_scales)
         return gemm.scaled_mm_block(codes, scales, weight, layout, bias, dtype)
-    if ours(m, n):
-        from lit_qrl_vllm_fast import products_triton
+    if gemm.few_rows(m, n, k):
+        from lit_qrl.formats.kernels import products_triton
 
         return products_triton.product(codes, scales, weight, block_scales, bias, dtype)
     if m % 4 == 0 and k % (4 * BLOCK) == 0:  # cuBLASLt wants scales in fours; these need no copy

@@ -3,6 +3,8 @@ import torch
 from transformers import LlamaConfig
 
 from lit_qrl import formats
+from lit_qrl.formats.base import QuantizedWeight
+from lit_qrl.formats.numerics import with_bias
 from lit_qrl.network.adapters import merged_weights
 from lit_qrl.network.quantized_linear import QuantizedLinear
 from lit_qrl.precision.layers.joined_linear import _Laid, lay_linears
@@ -112,6 +114,39 @@ def test_weights_of_queries_keys_and_values_are_laid_one_below_another(monkeypat
         held[1].view(-1)[5] += 1  # what is multiplied is what the receipts are of
         with torch.no_grad():
             assert not torch.equal(modules.network(ids).logits, got)
+
+
+@pytest.mark.parametrize("name", ["fp8_row", "int8_channel"])
+def test_codes_of_layers_that_read_one_input_are_laid_one_below_another(monkeypatch, name):
+    network, ids = random_network(BY_TYPE["qwen2"]), torch.arange(3, 14)[None]
+    format, layers, rows = formats.get(name), len(network.model.layers), []
+
+    def multiply(self, x, codes, scale, bias):
+        rows.append(len(codes))
+        weight = self.dequantize(QuantizedWeight(codes, scale, None, self, tuple(codes.shape)))
+        return with_bias(self.emulate(x.reshape(-1, x.shape[-1]), weight), bias, x.dtype)
+
+    monkeypatch.setattr(type(format), "has_gemm", lambda *_: True)
+    monkeypatch.setattr(type(format), "multiply", multiply)
+    alone, modules = loaded(network, format, weights_of(network, format)), Modules(skeleton(network, CPU), CPU)
+    modules.joins = True
+    for version in range(2):  # codes that come later are laid as well
+        loader = Loader(modules, format, version, None, (), share=False, cache=True)
+        loader.load(weights_of(network, format))
+        with torch.no_grad():
+            expected = alone.network(ids).logits
+            rows.clear()
+            torch.testing.assert_close(modules.network(ids).logits, expected, atol=1e-5, rtol=1e-5)
+        assert len(rows) == 4 * layers
+        sent = SentLedger(version)
+        for key, tensor in weights_of(network, format):
+            sent.record(key, tensor)
+        assert compare(sent, loader.received) == []
+    mlp = modules.network.model.layers[0].mlp
+    assert mlp.gate_proj.codes.data_ptr() + mlp.gate_proj.codes.numel() == mlp.up_proj.codes.data_ptr()
+    mlp.up_proj.codes.view(torch.uint8).zero_()  # what is multiplied is what the receipts are of
+    with torch.no_grad():
+        assert not torch.allclose(modules.network(ids).logits, expected, atol=1e-3)
 
 
 def test_layers_laid_together_compute_alone_under_autocast():

@@ -1,4 +1,5 @@
-"""The block-scaled FP8 product of few rows, as a sampler decodes: y[m, n] = Σ_k s_a[m, k] · s_b[n/128, k] · Σ_i a · b.
+"""FP8 products of few rows, as a sampler decodes: y[m, n] = Σ_k s_a[m, k] · s_b[n/128, k] · Σ_i a · b with scales of
+blocks, y[m, n] = s_a[m] · s_b[n] · Σ a · b with those of rows.
 
 `k` counts blocks of 128 inputs, `i` the inputs of one; sums are in fp32. Import it only where Triton and a CUDA device
 are.
@@ -51,8 +52,9 @@ class Plan(NamedTuple):
 
 @triton.jit(do_not_specialize=["m", "across", "parts"])  # or Triton compiles anew for numbers that 16 divides
 def _product_kernel(
-    a, scale_a, b, scale_b, bias, out, partial, ended, m, n, k, along, across, parts,
-    BM: tl.constexpr, BN: tl.constexpr, TURNED: tl.constexpr, CUT: tl.constexpr, BIASED: tl.constexpr,
+    a, scale_a, b, scale_b, bias, out, partial, ended, m, n, k, along, across, apart, parts,
+    ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TURNED: tl.constexpr, CUT: tl.constexpr,
+    BIASED: tl.constexpr,
 ):  # fmt: skip
     """`BM` rows and `BN` columns from one part of the inputs; `TURNED` has the weight as the first operand."""
     tile, part = tl.program_id(0), tl.program_id(1)
@@ -71,21 +73,30 @@ def _product_kernel(
         total = tl.zeros((BN, BM), tl.float32)
     else:
         total = tl.zeros((BM, BN), tl.float32)
-    row_scales = scale_a + kept * along + begin * across
-    scales = scale_b + (first // 128) * blocks + begin
-    factor = tl.load(row_scales) * tl.load(scales)
-    for block in range(begin, end):
-        ahead = tl.where(block + 1 < end, 1, 0)  # the last step reads its own again
-        row_scales += ahead * across
-        scales += ahead
-        next_rows, next_block = tl.load(row_scales), tl.load(scales)
-        if TURNED:
-            total += tl.dot(tl.load(weights), tl.trans(tl.load(rows))) * factor[None, :]
-        else:
-            total += tl.dot(tl.load(rows), tl.trans(tl.load(weights))) * factor[:, None]
-        factor = next_rows * next_block
-        rows += 128
-        weights += 128
+    if ROWS:
+        for _ in range(begin, end):
+            if TURNED:
+                total = tl.dot(tl.load(weights), tl.trans(tl.load(rows)), total)
+            else:
+                total = tl.dot(tl.load(rows), tl.trans(tl.load(weights)), total)
+            rows += 128
+            weights += 128
+    else:
+        row_scales = scale_a + kept * along + begin * across
+        scales = scale_b + (first // 128) * apart + begin
+        factor = tl.load(row_scales) * tl.load(scales)
+        for block in range(begin, end):
+            ahead = tl.where(block + 1 < end, 1, 0)  # the last step reads its own again
+            row_scales += ahead * across
+            scales += ahead
+            next_rows, next_block = tl.load(row_scales), tl.load(scales)
+            if TURNED:
+                total += tl.dot(tl.load(weights), tl.trans(tl.load(rows))) * factor[None, :]
+            else:
+                total += tl.dot(tl.load(rows), tl.trans(tl.load(weights))) * factor[:, None]
+            factor = next_rows * next_block
+            rows += 128
+            weights += 128
     if TURNED:
         place = row[None, :].to(tl.int64) * n + column[:, None]
         there = tl.broadcast_to((row < m)[None, :], (BN, BM))
@@ -106,6 +117,12 @@ def _product_kernel(
                 other += m * n
             tl.store(ended + tile, 0)
     if last:
+        if ROWS:
+            of_rows, of_columns = tl.load(scale_a + kept * along), tl.load(scale_b + column)
+            if TURNED:
+                total = total * of_rows[None, :] * of_columns[:, None]
+            else:
+                total = total * of_rows[:, None] * of_columns[None, :]
         if BIASED:
             added = tl.load(bias + column).to(tl.float32)
             if TURNED:
@@ -157,9 +174,9 @@ def product(
 
     Args:
         a: "m k", float8_e4m3fn.
-        scale_a: "m k/128", fp32, in any order of its dimensions.
+        scale_a: "m k/128", fp32, in any order of its dimensions; or "m 1".
         b: "n k", float8_e4m3fn; both multiples of 128.
-        scale_b: "n/128 k/128", fp32.
+        scale_b: "n/128 k/128", fp32, row by row; or "n 1".
         bias: " n", or None.
         dtype: of the result.
         how: it is cut; None is as `plan` says.
@@ -172,7 +189,7 @@ def product(
     tiles = pieces(m, how.rows) * (n // how.columns)
     _product_kernel[tiles, how.parts](
         a, scale_a, b, scale_b, out if bias is None else bias, out, partial, _ended(a.device), m, n, k,
-        scale_a.stride(0), scale_a.stride(1), how.parts, how.rows, how.columns, how.rows < 64, cut, bias is not None,
-        num_warps=how.warps, num_stages=how.stages,
+        scale_a.stride(0), scale_a.stride(1), scale_b.stride(0), how.parts, len(scale_b) == n, how.rows, how.columns,
+        how.rows < 64, cut, bias is not None, num_warps=how.warps, num_stages=how.stages,
     )  # fmt: skip
     return out
