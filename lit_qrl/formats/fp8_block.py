@@ -28,6 +28,7 @@ class FP8Block(ScaledE4M3):
     bits_per_weight: ClassVar[float] = 8.0 + 32.0 / BLOCK**2
     rows_together: ClassVar[int | None] = BLOCK
     kernel = "fp8_blocks"
+    codes_of = dispatch.TILES
 
     def extent(self, shape: tuple[int, int]) -> tuple[int, int]:
         return (BLOCK, BLOCK)

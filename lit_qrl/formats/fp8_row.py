@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from lit_qrl.formats.kernels import dispatch
 from lit_qrl.formats.scaled import ScaledE4M3
 
 
@@ -19,3 +20,4 @@ class FP8Row(ScaledE4M3):
     name: ClassVar[str] = "fp8_row"
     rows_together: ClassVar[int | None] = 1
     kernel = "fp8_rows"
+    codes_of = dispatch.TOKENS

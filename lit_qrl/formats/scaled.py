@@ -117,6 +117,9 @@ class ScaledE4M3(Scaled):
     kind = "float"
     steps = E4M3_MAX
 
+    codes_of: ClassVar[str] = ""
+    """The source of input codes that a norm may make in passing."""
+
     @property
     def per_token(self) -> bool:
         """True for one scale per token, False for one per call."""
@@ -155,7 +158,7 @@ class ScaledE4M3(Scaled):
             return dispatch.e4m3_inputs(x.detach().reshape(-1, x.shape[-1]), self.per_token), None
 
         # once for all layers that read the same tensor: q, k and v; gate and up
-        return dispatch.made_once(x, "tokens" if self.per_token else "whole", False, make)[0]
+        return dispatch.made_once(x, dispatch.TOKENS if self.per_token else "whole", False, make)[0]
 
     def emulate(self, rows: Tensor, weight: Tensor) -> Tensor:
         codes, scale = activations.e4m3_rounded(rows, self.input_extent(rows.shape))

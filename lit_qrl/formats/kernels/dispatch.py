@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from lit_qrl.formats.base import QuantizedWeight
 
 BLOCK = 128
-TILES = "tiles"
-"""The source of what `kept_tiles` keeps."""
+TILES, TOKENS = "tiles", "tokens"
+"""The sources of codes that are kept with a tensor: a scale for each 1×128, or for each row."""
 RECIPE = "recipe"
 """The source of h, rstd and weight of a norm's output weight · (h rstd), which products that read it keep instead."""
 

@@ -14,20 +14,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lit_qrl.formats.kernels.tiles_triton import _quantized
+from lit_qrl.formats.numerics import E4M3
 from lit_qrl.functional._launch import pieces, power_of_2, remembered
 
 # A program holds a row's gain, sum and two inputs: sixteen columns a thread leave room for two programs at sixteen
 # warps. Of narrow rows, heads say, it has several; of rows beyond 8192 columns more than its registers hold.
 COLUMNS_PER_WARP, LEAST, MOST_WARPS = 512, 2048, 16
+WHOLE = -1
+"""The extent of a scale that covers a row."""
 
 
 @remembered
 @triton.jit(do_not_specialize=["m"])  # tokens: each number of them is the same kernel
 def _norm_kernel(
-    x, residual, weight, summed, y, rstd, m, k, eps, ADD: tl.constexpr, SCALE: tl.constexpr, ROWS: tl.constexpr,
-    SIZE: tl.constexpr,
+    x, residual, weight, summed, y, rstd, codes, scales, m, k, eps, ADD: tl.constexpr, SCALE: tl.constexpr,
+    EXTENT: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Some rows, rounded where the modules round: after the sum, after the normalisation, and after the weight."""
+    """Some rows, rounded where the modules round: after the sum, after the normalisation, and after the weight; and
+    E4M3 codes of these, whose scales cover `EXTENT` columns each.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, SIZE)[None, :]
     at = row.to(tl.int64)[:, None] * k + column
@@ -41,7 +47,15 @@ def _norm_kernel(
     if SCALE:
         dtype: tl.constexpr = y.dtype.element_ty
         gain = tl.load(weight + column, mask=column < k, other=0.0).to(tl.float32)
-        tl.store(y + at, (gain * (wide * inverse[:, None]).to(dtype).to(tl.float32)).to(dtype), mask=inside)
+        made = (gain * (wide * inverse[:, None]).to(dtype).to(tl.float32)).to(dtype)
+        tl.store(y + at, made, mask=inside)
+        if EXTENT > 0:
+            parts: tl.constexpr = SIZE // EXTENT
+            quotient, scale = _quantized(tl.reshape(made.to(tl.float32), (ROWS, parts, EXTENT)), 2)
+            tl.store(codes + at, tl.reshape(quotient, (ROWS, SIZE)).to(codes.dtype.element_ty), mask=inside)
+            part = tl.arange(0, parts)[None, :]
+            there = (row < m)[:, None] & (part * EXTENT < k)
+            tl.store(scales + part * m + row[:, None], scale, mask=there)  # "m k/extent", column by column
     tl.store(rstd + row, inverse, mask=row < m)
 
 
@@ -57,9 +71,10 @@ def _shape(k: int) -> tuple[int, int, int]:
 
 
 def norm(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, scale: bool = True
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return h, y and r, as the formulas above; h is `x` itself without a residual, y is h where it is not asked for.
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, scale: bool = True, extent: int = 0
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None]:
+    """Return h, y and r, as the formulas above, and what E4M3 makes of y; h is `x` itself without a residual, y is h
+    where it is not asked for.
 
     Args:
         x: "m k".
@@ -67,6 +82,7 @@ def norm(
         eps: ε.
         residual: "m k", or None.
         scale: whether y is wanted.
+        extent: make (codes "m k", scales "m k/extent") of y; `WHOLE` has a scale for each row.
     """
     m, k = x.shape
     x = x.contiguous()
@@ -74,11 +90,16 @@ def norm(
     y = torch.empty_like(x) if scale else summed
     rstd = torch.empty(m, dtype=torch.float32, device=x.device)
     rows, size, warps = _shape(k)
+    codes = scales = x
+    if extent:
+        parts = 1 if extent == WHOLE else pieces(k, extent)
+        codes = torch.empty((m, k), dtype=E4M3, device=x.device)
+        scales = torch.empty((parts, m), dtype=torch.float32, device=x.device)
     _norm_kernel[(pieces(m, rows),)](
-        x, x if residual is None else residual.contiguous(), weight, summed, y, rstd, m, k, float(eps),
-        residual is not None, scale, rows, size, num_warps=warps,
+        x, x if residual is None else residual.contiguous(), weight, summed, y, rstd, codes, scales, m, k, float(eps),
+        residual is not None, scale, size if extent == WHOLE else extent, rows, size, num_warps=warps,
     )  # fmt: skip
-    return summed, y, rstd
+    return summed, y, rstd, (codes, scales.t()) if extent else None
 
 
 @remembered

@@ -143,16 +143,22 @@ PROGRAMS = 400
 """Programs that a product is cut into where it can: about three for each of 132 multiprocessors."""
 
 
-def plan(m: int, n: int, k: int) -> Plan:
+def plan(m: int, n: int, k: int, by_rows: bool = False) -> Plan:
     """Return how a product is cut: about as the fastest of 160 ways were on an H200 (`benchmarks/products.py`).
 
     Args:
         m: rows of activations.
         n: rows of the weight.
         k: its columns.
+        by_rows: whether scales are of rows; steps wait for nothing then, so that parts may be longer.
     """
     rows = min(max(power_of_2(m), 16), 64)
     bands = pieces(m, rows)
+    if by_rows and rows == 64:
+        columns = BLOCK if bands * n // 64 > PROGRAMS // 2 else 64
+        tiles = bands * (n // columns)
+        parts = max(min(PROGRAMS // tiles, k // BLOCK // 17), 1)
+        return Plan(rows, columns, parts, 4, 4 if parts > 1 else 5 if tiles < PROGRAMS // 2 else 3)
     wide = n // BLOCK >= PROGRAMS // 2 if rows < 64 else bands * n // 64 > PROGRAMS // 3
     columns = BLOCK if wide else 64
     tiles = bands * (n // columns)
@@ -182,14 +188,15 @@ def product(
         how: it is cut; None is as `plan` says.
     """
     (m, k), n = a.shape, b.shape[0]
-    how = how or plan(m, n, k)
+    by_rows = len(scale_b) == n
+    how = how or plan(m, n, k, by_rows)
     out = torch.empty((m, n), dtype=dtype, device=a.device)
     cut = how.parts > 1
     partial = torch.empty((how.parts, m, n), dtype=torch.float32, device=a.device) if cut else out
     tiles = pieces(m, how.rows) * (n // how.columns)
     _product_kernel[tiles, how.parts](
         a, scale_a, b, scale_b, out if bias is None else bias, out, partial, _ended(a.device), m, n, k,
-        scale_a.stride(0), scale_a.stride(1), scale_b.stride(0), how.parts, len(scale_b) == n, how.rows, how.columns,
+        scale_a.stride(0), scale_a.stride(1), scale_b.stride(0), how.parts, by_rows, how.rows, how.columns,
         how.rows < 64, cut, bias is not None, num_warps=how.warps, num_stages=how.stages,
     )  # fmt: skip
     return out

@@ -1,7 +1,8 @@
 """Triton kernels for activations: 1×128 quantization, by itself or in one pass with the operator before a linear layer.
 
-Import it only where Triton and a CUDA device are. A tile is 128×128; its rows are read in an order in which a thread
-holds `DEEP` rows below one another, so that the transposed codes go through shared memory as whole words.
+Import it only where Triton and a CUDA device are. A tile is 128×128, of few rows `LOW`×128, so that there are enough
+of them; its rows are read in an order in which a thread holds `DEEP` rows below one another, so that the transposed
+codes go through shared memory as whole words.
 """
 
 # Kernels are compiled from their source and launched with arguments that their Python signature does not have.
@@ -20,6 +21,8 @@ from lit_qrl.functional._launch import pieces, remembered
 TILE = 128
 PLAIN, NORM, GATED = 0, 1, 2
 WARPS = 8
+FEW, LOW, LOW_WARPS = 512, 16, 4
+"""Rows up to which tiles are so low, and the warps of one; the transpose is made of high ones alone."""
 # With eight warps a warp's load covers four rows, 32 the program: these are the rows that a thread has besides.
 DEEP = 4
 # The most that a thread may take without spilling, so that a multiprocessor has room for three programs, or two.
@@ -78,14 +81,15 @@ def _quantized(values, AXIS: tl.constexpr):
 @triton.jit(do_not_specialize=["m"])  # tokens: each number of them is the same kernel
 def _tiles_kernel(
     x, other, rstd, weight, y, rows, rows_scale, columns, columns_scale, m, k, stride, padded, BEFORE: tl.constexpr,
-    WRITTEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr, DEEP: tl.constexpr,
+    WRITTEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HEIGHT: tl.constexpr, SIZE: tl.constexpr,
+    DEEP: tl.constexpr,
 ):  # fmt: skip
-    """One 128×128 tile of what the operator before makes: its numbers, and its codes along both sides."""
+    """One tile of what the operator before makes: its numbers, and its codes along both sides."""
     tile_k, tile_m = tl.program_id(0), tl.program_id(1)
-    apart: tl.constexpr = SIZE // DEEP
+    apart: tl.constexpr = HEIGHT // DEEP
     # row d of thread row i stands at i + d · apart, where the compiler puts what one thread holds
-    place = tl.arange(0, SIZE)
-    row = tile_m * SIZE + (place % apart) * DEEP + place // apart
+    place = tl.arange(0, HEIGHT)
+    row = tile_m * HEIGHT + (place % apart) * DEEP + place // apart
     column = tile_k * SIZE + tl.arange(0, SIZE)
     inside = (row < m)[:, None] & (column < k)[None, :]
     offsets = row.to(tl.int64)[:, None] * stride + column[None, :]
@@ -147,8 +151,10 @@ def tiles(
     if other is not None and other.stride() != x.stride():
         x, other = x.contiguous(), other.contiguous()
     m, k = x.shape
-    tiles_m, tiles_k = pieces(m, TILE), pieces(k, TILE)
-    padded = tiles_m * TILE
+    low = not columns and m <= FEW
+    height, warps = (LOW, LOW_WARPS) if low else (TILE, warps)
+    tiles_m, tiles_k = pieces(m, height), pieces(k, TILE)
+    padded = tiles_m * height
     # what is not made is not written, and no E4M3: Triton knows none below compute capability 8.9
     along = across = along_scale = across_scale = y = x
     if before != PLAIN and not written:
@@ -164,8 +170,8 @@ def tiles(
     nothing = x if other is None else other
     _tiles_kernel[tiles_k, tiles_m](
         x, nothing, along_scale if rstd is None else rstd, x if weight is None else weight, y if written else x, along,
-        along_scale, across, across_scale, m, k, x.stride(0), padded, before, written, rows, columns, TILE, DEEP,
-        num_warps=warps, maxnreg=registers or REGISTERS[before],
+        along_scale, across, across_scale, m, k, x.stride(0), padded, before, written, rows, columns, height, TILE,
+        DEEP,        num_warps=warps, maxnreg=registers or REGISTERS[before],
     )  # fmt: skip
     return y, (along, along_scale.t()) if rows else None, (across, across_scale.t()) if columns else None
 

@@ -71,5 +71,5 @@ def turn_while_laid_out(network: nn.Module) -> None:
             for name in HEAD_NORMS:
                 norm = getattr(part, name, None)
                 if type(norm).__name__ in RMS_NORMS:
-                    setattr(part, name, OnePassRMSNorm(norm, columns=False, codes=False))
+                    setattr(part, name, OnePassRMSNorm(norm, columns=False, codes=""))
             become(part, FlatAttention)

@@ -42,21 +42,24 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, codes: bool, columns: bool,
+        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, codes: str, columns: bool,
         made: list[Any],
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         from lit_qrl.formats.kernels import norm_triton
 
         flat = (-1, x.shape[-1])
         beside = None if residual is None else residual.reshape(flat)
-        h, y, rstd = norm_triton.norm(x.reshape(flat), weight, eps, beside, not codes)
-        if codes:
+        extent = {"": 0, dispatch.TILES: dispatch.BLOCK, dispatch.TOKENS: norm_triton.WHOLE}[codes]
+        given = x.reshape(flat), weight, eps, beside
+        if columns:
             from lit_qrl.formats.kernels import tiles_triton
 
-            y, along, across = tiles_triton.tiles(h, True, columns, tiles_triton.NORM, rstd=rstd, weight=weight)
-            made.extend((along, across))
+            h, _, rstd, _ = norm_triton.norm(*given, scale=False)
+            y, *found = tiles_triton.tiles(h, True, columns, tiles_triton.NORM, rstd=rstd, weight=weight)
+            made.extend(found)
         else:
-            made.append(rstd)
+            h, y, rstd, along = norm_triton.norm(*given, extent=extent)
+            made.append(along if codes else rstd)
         # no views in autograd's eyes: they may be written to in place
         y, h = (torch.ops.aten._unsafe_view(one, list(x.shape)) for one in (y, h))
         h = x if residual is None else h
@@ -87,10 +90,10 @@ class OnePassRMSNorm(nn.Module):
     Args:
         norm: the module whose place it takes and whose weight it owns.
         columns: whether those layers need the transpose too, for their weights' gradients.
-        codes: whether there are codes at all.
+        codes: what of, `TILES` or, without the transpose, `TOKENS` of `formats/kernels/dispatch.py`; "" for none.
     """
 
-    def __init__(self, norm: Any, columns: bool, codes: bool = True) -> None:
+    def __init__(self, norm: Any, columns: bool, codes: str = dispatch.TILES) -> None:
         super().__init__()
         self.weight, self.variance_epsilon = norm.weight, norm.variance_epsilon
         self.columns, self.codes = columns, codes
@@ -100,7 +103,7 @@ class OnePassRMSNorm(nn.Module):
         """Return `weight · h / sqrt(mean h² + ε)` of h = residual + x, and with `both` h too: "... k" -> "... k"."""
         others = (self.weight,) if residual is None else (self.weight, residual)
         # the kernel sums in another order than the module of a sampler that is to give the same bits
-        if one_by_one() or not _in_one_pass("norm", self.codes, x, *others):
+        if one_by_one() or not _in_one_pass("norm", bool(self.codes), x, *others):
             h = x if residual is None else residual + x
             wide = h.float()
             y = self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)).to(
@@ -108,11 +111,11 @@ class OnePassRMSNorm(nn.Module):
             )
             return (y, h) if both else y
         made: list[Any] = []
-        columns = self.columns and torch.is_grad_enabled()
+        columns = bool(self.codes) and self.columns and torch.is_grad_enabled()
         settings: Any = self.variance_epsilon, self.codes, columns, made
         y, h = _Norm.apply(x, residual, self.weight, *settings)  # pyright: ignore
         if self.codes:
-            dispatch.keep(y, dispatch.TILES, *made)
+            dispatch.keep(y, self.codes, *made)
         elif torch.is_grad_enabled():
             dispatch.keep(y, dispatch.RECIPE, (h.detach(), made[0], self.weight))
         return (y, h) if both else y
@@ -178,10 +181,10 @@ class OnePassGatedMLP(nn.Module):
     Args:
         mlp: the module whose place it takes and whose layers it owns, under their names.
         columns: whether `down` needs the transpose of its input too.
-        codes: whether there are codes at all.
+        codes: what of: `TILES` of `formats/kernels/dispatch.py`, or "" for none.
     """
 
-    def __init__(self, mlp: Any, columns: bool, codes: bool = True) -> None:
+    def __init__(self, mlp: Any, columns: bool, codes: str = dispatch.TILES) -> None:
         super().__init__()
         self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
         self.act_fn, self.columns, self.codes = mlp.act_fn, columns, codes
@@ -216,9 +219,10 @@ class OnePassGatedMLP(nn.Module):
 
     def hidden(self, gate: Tensor, up: Tensor, read: bool = True) -> Tensor:
         """Return `SiLU(gate) · up`, which `down` reads; NaN beside its codes where these alone are read."""
-        if not _in_one_pass("gated", self.codes, gate, up):
+        codes = self.codes == dispatch.TILES
+        if not _in_one_pass("gated", codes, gate, up):
             return self.act_fn(gate) * up
-        made: list[Any] | None = [] if self.codes else None
+        made: list[Any] | None = [] if codes else None
         hidden: Tensor = _Gated.apply(gate, up, self.columns and torch.is_grad_enabled(), made, read)  # pyright: ignore
         if made is not None:
             dispatch.keep(hidden, dispatch.TILES, *made)
@@ -243,7 +247,7 @@ def quantize_in_passing(network: nn.Module, columns: bool, choice: Fuse = True) 
     names = []
     for name, layer in list(network.named_modules()):
         for child, reader in {**NORM_READERS, "mlp": "mlp.down_proj"}.items():
-            if isinstance(_at(layer, reader), LowBitLinear) and _takes_one_pass(layer, child, columns, codes=True):
+            if isinstance(_at(layer, reader), LowBitLinear) and _takes_one_pass(layer, child, columns, dispatch.TILES):
                 names.append(f"{name}.{child}")
     log.debug("%d norms and MLPs quantize what they hand on: %s.", len(names), ", ".join(names[:3]) or "none is known")
     if not names and choice is True:
@@ -273,10 +277,23 @@ def take_one_pass(network: nn.Module, choice: Fuse = "auto") -> list[str]:
     for name, part in list(network.named_modules()):
         for child, inner in list(part.named_children()):
             there = isinstance(inner, OnePassRMSNorm | OnePassGatedMLP)
-            if child in (*NORM_READERS, FINAL_NORM, "mlp") and not there and _takes_one_pass(part, child, False, False):
+            if child in (*NORM_READERS, FINAL_NORM, "mlp") and not there and _takes_one_pass(part, child, False, ""):
                 names.append(f"{name}.{child}" if name else child)
     log.debug("%d norms and MLPs take one kernel: %s.", len(names), ", ".join(names[:3]) or "none is known")
     return names
+
+
+def hand_on_codes(network: nn.Module) -> None:
+    """Let the norms and MLPs of a sampler make the codes that layers laid together multiply, in place.
+
+    Args:
+        network: whose norms `take_one_pass` has replaced; whatever is not known stays as it is.
+    """
+    for layer in network.modules():
+        for child, reader in {**NORM_READERS, "mlp": "mlp.down_proj"}.items():
+            part = getattr(layer, child, None)
+            if isinstance(part, OnePassRMSNorm | OnePassGatedMLP):
+                part.codes = getattr(getattr(_at(layer, reader), "together", None), "codes_of", "")
 
 
 def kernels_here() -> bool:
@@ -293,7 +310,7 @@ def _at(module: nn.Module, path: str) -> Any:
     return module
 
 
-def _takes_one_pass(layer: nn.Module, child: str, columns: bool, codes: bool) -> bool:
+def _takes_one_pass(layer: nn.Module, child: str, columns: bool, codes: str) -> bool:
     """Let a norm or a gated MLP of a layer take one kernel, in place, and return whether it is a known one."""
     part: Any = getattr(layer, child, None)
     if isinstance(part, OnePassRMSNorm | OnePassGatedMLP):

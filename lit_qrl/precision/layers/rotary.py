@@ -52,11 +52,24 @@ def _one_pass(plain: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tupl
         if unsqueeze_dim != 1 or not _in_kernel(q, k, cos, sin) or not (_flat(q, cos) and _flat(k, cos)):
             return plain(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
         turns = cos.flatten(0, 1), sin.flatten(0, 1)
-        turned: list[Any] = [_Rotate.apply(x.transpose(1, 2).flatten(0, 1), *turns) for x in (q, k)]
+        flat = [x.transpose(1, 2).flatten(0, 1) for x in (q, k)]
+        both = None if torch.is_grad_enabled() else _adjoining(*flat)
+        turned: Any = [_Rotate.apply(x, *turns) for x in (flat if both is None else [both])]
+        if both is not None:
+            turned = turned[0].split([q.shape[1], k.shape[1]], 1)
         made = [x.unflatten(0, cos.shape[:2]).transpose(1, 2) for x in turned]
         return made[0], made[1]
 
     return rotated
+
+
+def _adjoining(q: Tensor, k: Tensor) -> Tensor | None:
+    """Return queries and keys, "n heads dim", as one tensor where the keys follow in memory, else None."""
+    (n, heads, dim), one = q.shape, q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
+    follows = k.storage_offset() == q.storage_offset() + heads * dim
+    if not one or not follows or q.stride() != k.stride() or q.stride()[1:] != (dim, 1):
+        return None
+    return q.as_strided((n, heads + k.shape[1], dim), q.stride())
 
 
 def _flat(x: Tensor, cos: Tensor) -> bool:

@@ -74,6 +74,6 @@ def take_norms(network: nn.Module) -> int:
     for part in list(network.modules()):
         for child, inner in list(part.named_children()):
             if type(inner).__name__ in RMS_NORMS:
-                setattr(part, child, OnePassRMSNorm(inner, columns=False, codes=False))
+                setattr(part, child, OnePassRMSNorm(inner, columns=False, codes=""))
                 count += 1
     return count

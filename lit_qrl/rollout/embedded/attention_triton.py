@@ -1,12 +1,15 @@
 """Triton kernels of a decoding step: new keys and values go into the cache, and one query a row attends over it.
 
-A row's keys are cut into parts, which are attended side by side and then weighed (flash-decoding). Lengths lie on the
-device, so that a launch is the same for every length. Import it only where Triton and a CUDA device are.
+A row's keys are cut into parts, which are attended side by side and then weighed (flash-decoding), by the program that
+ends last. Lengths lie on the device, so that a launch is the same for every length. Import it only where Triton and a
+CUDA device are.
 """
 
 # Kernels are compiled from their source and launched with arguments that their Python signature does not have.
 # pyright: reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
+
+from functools import lru_cache
 
 import torch
 import triton
@@ -57,11 +60,11 @@ def write(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, last: Tensor
 @remembered
 @triton.jit
 def _part_kernel(
-    query, keys, values, last, out, weight, scale, groups, query_row, query_head, keys_row, keys_head, keys_column,
-    values_row, values_head, values_column, dim, value_dim, part, ROWS: tl.constexpr, DIM: tl.constexpr,
+    query, keys, values, last, parts, weight, ended, out, scale, groups, query_row, query_head, keys_row, keys_head,
+    keys_column, values_row, values_head, values_column, dim, value_dim, part, ROWS: tl.constexpr, DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The query heads of one key head over some of a row's keys: their output, and the logarithm of its weight."""
+    """The query heads of one key head over some of a row's keys: their output, with those of the row's other parts."""
     row, head, number = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     count = tl.load(last + row) + 1
     start = number * part
@@ -99,33 +102,41 @@ def _part_kernel(
             total = total * shrunk + tl.sum(shares, axis=1)
             sums = sums * shrunk[:, None] + tl.dot(shares.to(v.dtype), v, input_precision="ieee")
             top = raised
-        place = (row * tl.num_programs(1) * groups + heads) * tl.num_programs(2) + number
-        tl.store(weight + place, top + tl.log(total), mask=of < groups)
-        tl.store(
-            out + place[:, None] * value_dim + to[None, :],
-            sums / total[:, None],
-            mask=(of < groups)[:, None] & (to < value_dim)[None, :],
-        )
+        used = (count + part - 1) // part
+        inside = (of < groups)[:, None] & (to < value_dim)[None, :]
+        first = (row * tl.num_programs(1) * groups + heads) * tl.num_programs(2)
+        if used > 1:
+            place = first + number
+            tl.store(weight + place, top + tl.log(total), mask=of < groups)
+            tl.store(parts + place[:, None] * value_dim + to[None, :], sums / total[:, None], mask=inside)
+            tl.debug_barrier()  # all of this program's numbers are on their way before it counts as ended
+            ended += row * tl.num_programs(1) + head
+            number = tl.atomic_add(ended, 1, sem="acq_rel")
+            if number == used - 1:  # the last of a row's programs adds the parts by their weights, in their order
+                tl.debug_barrier()
+                top = tl.full((ROWS,), float("-inf"), tl.float32)
+                for other in range(used):
+                    found = tl.load(weight + first + other, mask=of < groups, other=0.0, cache_modifier=".cg")
+                    top = tl.maximum(top, found)
+                total = tl.zeros((ROWS,), tl.float32)
+                sums = tl.zeros((ROWS, VALUE_DIM), tl.float32)
+                for other in range(used):
+                    found = tl.load(weight + first + other, mask=of < groups, other=0.0, cache_modifier=".cg")
+                    share = tl.exp(found - top)
+                    held = parts + (first + other)[:, None] * value_dim + to[None, :]
+                    total += share
+                    sums += share[:, None] * tl.load(held, mask=inside, other=0.0, cache_modifier=".cg")
+                tl.store(ended, 0)
+        if number == used - 1:
+            to_row = (row * tl.num_programs(1) * groups + heads)[:, None] * value_dim + to[None, :]
+            tl.store(out + to_row, (sums / total[:, None]).to(out.dtype.element_ty), mask=inside)
 
 
-@remembered
-@triton.jit
-def _whole_kernel(parts, weights, last, out, value_dim, count, part, PARTS: tl.constexpr, VALUE_DIM: tl.constexpr):
-    """One head of one row: its parts by their weights."""
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    used = (tl.load(last + row) + part) // part
-    place = row * tl.num_programs(1) + head
-    number, to = tl.arange(0, PARTS), tl.arange(0, VALUE_DIM)
-    weight = tl.load(weights + place * count + number, mask=number < used, other=float("-inf"))
-    shares = tl.exp(weight - tl.max(weight, axis=0))
-    shares = shares / tl.sum(shares, axis=0)
-    found = tl.load(
-        parts + (place * count + number[:, None]) * value_dim + to[None, :],
-        mask=(number < used)[:, None] & (to < value_dim)[None, :],
-        other=0.0,
-    )
-    whole = tl.sum(shares[:, None] * found, axis=0)
-    tl.store(out + place * value_dim + to, whole.to(out.dtype.element_ty), mask=to < value_dim)
+@lru_cache
+@torch.inference_mode(False)
+def _ended(device: torch.device, heads: int) -> Tensor:
+    # zeros that each call gives back as it found them: calls follow each other on one stream
+    return torch.zeros(heads, dtype=torch.int32, device=device)
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, last: Tensor, scale: float | None = None) -> Tensor:
@@ -148,12 +159,10 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, last: Tensor, scale: flo
     weights = torch.empty(b, heads, count, dtype=torch.float32, device=query.device)
     out = torch.empty(b, heads, dim, dtype=query.dtype, device=query.device)
     sizes = max(16, triton.next_power_of_2(d)), max(16, triton.next_power_of_2(dim))
+    ended = _ended(query.device, triton.next_power_of_2(b * key_heads))
     _part_kernel[(b, key_heads, count)](
-        query, keys, values, last, parts, weights, d**-0.5 if scale is None else scale, groups, *query.stride()[:2],
-        *keys.stride()[:3], *values.stride()[:3], d, dim, part, max(16, triton.next_power_of_2(groups)), *sizes, BLOCK,
-        num_warps=4, num_stages=2,
+        query, keys, values, last, parts, weights, ended, out, d**-0.5 if scale is None else scale, groups,
+        *query.stride()[:2], *keys.stride()[:3], *values.stride()[:3], d, dim, part,
+        max(16, triton.next_power_of_2(groups)), *sizes, BLOCK, num_warps=4, num_stages=2,
     )  # fmt: skip
-    _whole_kernel[(b, heads)](
-        parts, weights, last, out, dim, count, part, triton.next_power_of_2(count), sizes[1], num_warps=1
-    )
     return out

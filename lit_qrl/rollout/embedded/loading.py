@@ -17,6 +17,7 @@ from lit_qrl.network.names import kept_in_fp32
 from lit_qrl.network.padding_free import ATTENTION
 from lit_qrl.network.quantized_linear import QuantizedLinear
 from lit_qrl.precision.layers.joined_linear import lay_linears
+from lit_qrl.precision.layers.one_pass import hand_on_codes
 from lit_qrl.receipts.ledger import ReceivedLedger, RefusedError
 from lit_qrl.rollout.adapter import PREFIX, A, B, factors, scaling
 from lit_qrl.rollout.embedded.attention import FOLDED
@@ -199,6 +200,7 @@ class Loader:
             )
         if self.modules.joins:
             lay_linears(self.modules.network)
+            hand_on_codes(self.modules.network)
         for name in self._names:
             held = self.modules.held(name)
             if held is not None:

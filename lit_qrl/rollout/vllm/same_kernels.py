@@ -309,7 +309,7 @@ def _norm_of(layer: type[Any]) -> type[Any]:
                 return super().forward_cuda(x, residual)
             flat = (-1, x.shape[-1])
             beside = None if residual is None else residual.reshape(flat)
-            h, y, _ = norm_triton.norm(x.reshape(flat), self.weight.data, self.variance_epsilon, beside)
+            h, y, *_ = norm_triton.norm(x.reshape(flat), self.weight.data, self.variance_epsilon, beside)
             return y.view(x.shape) if residual is None else (y.view(x.shape), h.view(x.shape))
 
     return RMSNorm

@@ -1,7 +1,11 @@
+from functools import partial
+
 import pytest
 import torch
 
-from tests.triton_interpreter import EVERYWHERE
+from lit_qrl.formats.kernels.activations import e4m3_codes
+from tests.formats.kernels.test_tiles_triton import INTERPRETED
+from tests.triton_interpreter import EVERYWHERE, run_compiled, run_interpreted
 
 
 def close(made, exact, digits=8):
@@ -19,7 +23,7 @@ def compare_norm(device):
             weight = (torch.rand(k, generator=generator) + 0.5).to(dtype)
             for residual in (other, None):
                 given = None if residual is None else residual.to(device)
-                h, y, rstd = norm_triton.norm(x.to(device), weight.to(device), 1e-6, given)
+                h, y, rstd, _ = norm_triton.norm(x.to(device), weight.to(device), 1e-6, given)
                 expected = x if residual is None else residual + x
                 assert torch.equal(h.cpu(), expected)
                 inverse = torch.rsqrt(expected.double().square().mean(-1) + 1e-6)
@@ -42,6 +46,25 @@ def compare_norm(device):
                 assert torch.allclose(gain.cpu().double(), (grad.double() * unit).sum(0), rtol=1e-4, atol=1e-4)
 
 
+def compare_codes(device):
+    """They are as they are made of the output by itself, and change nothing else."""
+    from lit_qrl.formats.kernels import norm_triton
+
+    for dtype in (torch.bfloat16, torch.float16):
+        for m, k in ((70, 384), (3, 128), (9, 2048)):
+            x, weight = torch.randn(m, k).to(dtype).to(device), (torch.rand(k) + 0.5).to(dtype).to(device)
+            x[1] = 0
+            _, y, rstd, none = norm_triton.norm(x, weight, 1e-6, x)
+            assert none is None
+            for extent, columns in ((128, 128), (norm_triton.WHOLE, k)):
+                _, same, alike, made = norm_triton.norm(x, weight, 1e-6, x, extent=extent)
+                assert torch.equal(same, y)
+                assert torch.equal(alike, rstd)
+                codes, scales = e4m3_codes(y.cpu(), (1, columns))
+                assert torch.equal(made[0].cpu().view(torch.uint8), codes.view(torch.uint8))
+                assert torch.equal(made[1].cpu(), scales)
+
+
 @pytest.mark.vllm  # which brings Triton
 @pytest.mark.parametrize("k", [16, 64, 128, 200, 384, 896, 1536, 2048, 3584, 5120, 8192, 12288])
 def test_programs_have_a_power_of_two_of_columns_rows_and_warps(k):
@@ -56,3 +79,14 @@ def test_programs_have_a_power_of_two_of_columns_rows_and_warps(k):
 @EVERYWHERE
 def test_kernels(run):
     run(compare_norm)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        pytest.param(partial(run_interpreted, script=INTERPRETED), id="interpreted", marks=pytest.mark.vllm),
+        pytest.param(run_compiled, id="compiled", marks=pytest.mark.gpu),
+    ],
+)
+def test_codes_in_passing(run):
+    run(compare_codes)

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from lit_qrl import formats
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.kernels import dispatch, gemm
+from lit_qrl.formats.kernels.activations import e4m3_codes
 from lit_qrl.precision import QATAligned, UnifiedFP8
 from lit_qrl.precision.layers import block_fp8, one_pass
 from lit_qrl.precision.layers.low_bit import LowBitLinear
@@ -44,10 +45,11 @@ def tiles(x, rows, columns, before=0, other=None, rstd=None, weight=None, writte
     return made if written else torch.full((), torch.nan).expand(made.shape), along, across
 
 
-def norm(x, weight, eps, residual=None, scale=True):
+def norm(x, weight, eps, residual=None, scale=True, extent=0):
     h = x if residual is None else residual + x
     rstd = torch.rsqrt(h.float().pow(2).mean(-1) + eps)
-    return h, weight * (h.float() * rstd[:, None]).to(h.dtype), rstd
+    y = weight * (h.float() * rstd[:, None]).to(h.dtype)
+    return h, y, rstd, e4m3_codes(y, (1, extent)) if extent > 0 else None
 
 
 def norm_backward(grad, x, rstd, weight, beside=None):
@@ -82,7 +84,8 @@ def stand_in(monkeypatch):
             gated_backward=gated_backward, NORM=1, GATED=2,
         ),
         "norm_triton": SimpleNamespace(
-            norm=lambda *a, **o: calls.append(("norm", {})) or norm(*a, **o), norm_backward=norm_backward
+            norm=lambda *a, **o: calls.append(("norm", {})) or norm(*a, **o), norm_backward=norm_backward,
+            WHOLE=-1,
         ),
     }  # fmt: skip
     for name, module in modules.items():

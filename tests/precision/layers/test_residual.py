@@ -51,7 +51,7 @@ def test_norms_of_others_and_frozen_inputs_take_the_library_s_order(monkeypatch)
     assert torch.equal(run(model.requires_grad_(True), TOKENS)[0], run(plain.requires_grad_(True), TOKENS)[0])
     layer = model.model.layers[0]
     own = layer.input_layernorm
-    layer.input_layernorm = type("Other", (OnePassRMSNorm,), {})(own, columns=False, codes=False)
+    layer.input_layernorm = type("Other", (OnePassRMSNorm,), {})(own, columns=False, codes="")
     asked = []
     monkeypatch.setattr(OnePassRMSNorm, "forward", lambda self, x, *a, **o: asked.append((a, o)) or x)
     layer(torch.zeros(1, 2, 128), position_embeddings=model.model.rotary_emb(torch.zeros(1), torch.arange(2)[None]))

@@ -250,7 +250,7 @@ def qwen2(attention=ATTENTION):
 
 def model(config, dtype=torch.bfloat16, fused=True):
     norm = Qwen2RMSNorm(8).to(dtype)
-    made = torch.nn.Sequential(OnePassRMSNorm(norm, columns=False, codes=False) if fused else norm)
+    made = torch.nn.Sequential(OnePassRMSNorm(norm, columns=False, codes="") if fused else norm)
     made.config = config
     return made
 
