@@ -141,7 +141,7 @@ class ScaledE4M3(Scaled):
     def multiply_few(self, x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
         if not (dispatch.available(x, "few_rows") and gemm.FP8_BLOCKS.met(x.device)):
             return self.multiply(x, codes, scale, bias)
-        if not gemm.few_rows(x.numel() // x.shape[-1], *codes.shape):
+        if not gemm.few_rows(x.numel() // x.shape[-1], *codes.shape, by_rows=self.rows_together == 1):
             return self.multiply(x, codes, scale, bias)
         from lit_qrl.formats.kernels import products_triton
 

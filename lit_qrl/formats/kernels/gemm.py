@@ -14,7 +14,8 @@ MANY = 65
 """Rows from which on vLLM's kernels keep one order: for at most 64 FlashAttention 3 takes other tiles (a sequence's
 queries times the heads of a head of keys), and CUTLASS the transposed product."""
 MOST_ROWS, FEW_ROWS = 128, 32
-"""Rows up to which the product of `products_triton` is faster than cuBLASLt's for weights of few tiles, and for all."""
+"""Rows up to which the product of `products_triton` is no slower than cuBLASLt's with scales of rows or for weights of
+few tiles, and for all."""
 FEW_TILES = 132
 """Tiles of 128 outputs from which on a weight keeps an H200's multiprocessors busy."""
 # cuBLASLt wants leading dimensions of 8-bit operands in units of 16 bytes, and block scales padded to four columns.
@@ -94,14 +95,14 @@ def fp8_block_gemm(device: torch.device, shape: tuple[int, int]) -> bool:
     return FP8_BLOCKS.met(device) and fp8_gemm(device, shape) and all(size % BLOCK == 0 for size in shape)
 
 
-def few_rows(m: int, n: int, k: int) -> bool:
+def few_rows(m: int, n: int, k: int, by_rows: bool = False) -> bool:
     """Return whether the product of `products_triton` is the faster one for `m` rows and a weight "n k".
 
     >>> few_rows(128, 3584, 3584), few_rows(128, 37888, 3584), few_rows(16, 37888, 3584), few_rows(16, 100, 3584)
     (True, False, True, False)
     """
-    fits = n % BLOCK == k % BLOCK == 0
-    return fits and (m <= FEW_ROWS or (m <= MOST_ROWS and n // BLOCK < FEW_TILES))
+    fits, most = n % BLOCK == k % BLOCK == 0, MOST_ROWS if by_rows or n // BLOCK < FEW_TILES else FEW_ROWS
+    return fits and m <= most
 
 
 def int8_gemm(device: torch.device, shape: tuple[int, int]) -> bool:
