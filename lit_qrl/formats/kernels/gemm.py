@@ -16,6 +16,8 @@ queries times the heads of a head of keys), and CUTLASS the transposed product."
 MOST_ROWS, FEW_ROWS = 128, 32
 """Rows up to which the product of `products_triton` is no slower than cuBLASLt's with scales of rows or for weights of
 few tiles, and for all."""
+SMALL = 2**24
+"""Numbers of a weight up to which it is twice as many."""
 FEW_TILES = 132
 """Tiles of 128 outputs from which on a weight keeps an H200's multiprocessors busy."""
 # cuBLASLt wants leading dimensions of 8-bit operands in units of 16 bytes, and block scales padded to four columns.
@@ -101,8 +103,8 @@ def few_rows(m: int, n: int, k: int, by_rows: bool = False) -> bool:
     >>> few_rows(128, 3584, 3584), few_rows(128, 37888, 3584), few_rows(16, 37888, 3584), few_rows(16, 100, 3584)
     (True, False, True, False)
     """
-    fits, most = n % BLOCK == k % BLOCK == 0, MOST_ROWS if by_rows or n // BLOCK < FEW_TILES else FEW_ROWS
-    return fits and m <= most
+    most = MOST_ROWS if by_rows or n // BLOCK < FEW_TILES else FEW_ROWS
+    return n % BLOCK == k % BLOCK == 0 and m <= (2 * MOST_ROWS if n * k <= SMALL else most)
 
 
 def int8_gemm(device: torch.device, shape: tuple[int, int]) -> bool:

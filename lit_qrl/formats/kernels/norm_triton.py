@@ -21,8 +21,6 @@ from lit_qrl.functional._launch import pieces, power_of_2, remembered
 # A program holds a row's gain, sum and two inputs: sixteen columns a thread leave room for two programs at sixteen
 # warps. Of narrow rows, heads say, it has several; of rows beyond 8192 columns more than its registers hold.
 COLUMNS_PER_WARP, LEAST, MOST_WARPS = 512, 2048, 16
-WHOLE = -1
-"""The extent of a scale that covers a row."""
 
 
 @remembered
@@ -82,7 +80,7 @@ def norm(
         eps: ε.
         residual: "m k", or None.
         scale: whether y is wanted.
-        extent: make (codes "m k", scales "m k/extent") of y; `WHOLE` has a scale for each row.
+        extent: make (codes "m k", scales "m k/extent") of y; −1 is the whole row.
     """
     m, k = x.shape
     x = x.contiguous()
@@ -92,12 +90,12 @@ def norm(
     rows, size, warps = _shape(k)
     codes = scales = x
     if extent:
-        parts = 1 if extent == WHOLE else pieces(k, extent)
+        parts = 1 if extent < 0 else pieces(k, extent)
         codes = torch.empty((m, k), dtype=E4M3, device=x.device)
         scales = torch.empty((parts, m), dtype=torch.float32, device=x.device)
     _norm_kernel[(pieces(m, rows),)](
         x, x if residual is None else residual.contiguous(), weight, summed, y, rstd, codes, scales, m, k, float(eps),
-        residual is not None, scale, size if extent == WHOLE else extent, rows, size, num_warps=warps,
+        residual is not None, scale, size if extent < 0 else extent, rows, size, num_warps=warps,
     )  # fmt: skip
     return summed, y, rstd, (codes, scales.t()) if extent else None
 

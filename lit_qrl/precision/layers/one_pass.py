@@ -27,6 +27,8 @@ Fuse = bool | Literal["auto"]
 """What the option `fuse` takes; `auto` is where the device has the kernels and the block is known."""
 
 _HALF = (torch.bfloat16, torch.float16)
+EXTENTS = {"": 0, dispatch.TILES: dispatch.BLOCK, dispatch.TOKENS: -1}
+"""Columns that a scale covers; −1 is all."""
 
 
 def _in_one_pass(kernel: str, codes: bool, x: Tensor, *others: Tensor) -> bool:
@@ -42,16 +44,15 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, codes: str, columns: bool,
-        made: list[Any],
+        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, codes: bool, columns: bool,
+        extent: int, made: list[Any],
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         from lit_qrl.formats.kernels import norm_triton
 
         flat = (-1, x.shape[-1])
         beside = None if residual is None else residual.reshape(flat)
-        extent = {"": 0, dispatch.TILES: dispatch.BLOCK, dispatch.TOKENS: norm_triton.WHOLE}[codes]
         given = x.reshape(flat), weight, eps, beside
-        if columns:
+        if codes and not extent:
             from lit_qrl.formats.kernels import tiles_triton
 
             h, _, rstd, _ = norm_triton.norm(*given, scale=False)
@@ -59,7 +60,7 @@ class _Norm(torch.autograd.Function):
             made.extend(found)
         else:
             h, y, rstd, along = norm_triton.norm(*given, extent=extent)
-            made.append(along if codes else rstd)
+            made.append(along if codes else rstd)  # of a learner's norm both passes have one rstd, to the last bit
         # no views in autograd's eyes: they may be written to in place
         y, h = (torch.ops.aten._unsafe_view(one, list(x.shape)) for one in (y, h))
         h = x if residual is None else h
@@ -73,7 +74,7 @@ class _Norm(torch.autograd.Function):
         h, rstd, weight = ctx.saved_tensors
         of_y, of_h = grads
         if of_y is None:
-            return of_h, of_h if ctx.added else None, None, None, None, None, None
+            return of_h, of_h if ctx.added else None, *[None] * 6
         from lit_qrl.formats.kernels import norm_triton
 
         flat = (-1, h.shape[-1])
@@ -81,7 +82,7 @@ class _Norm(torch.autograd.Function):
         made, of_weight = norm_triton.norm_backward(of_y.reshape(flat), h.reshape(flat), rstd, weight, beside)
         made = made.view(h.shape)
         wanted = added([ctx.weight], of_weight)[0] if ctx.needs_input_grad[2] else None
-        return made, made if ctx.added else None, wanted, None, None, None, None
+        return made, made if ctx.added else None, wanted, *[None] * 5
 
 
 class OnePassRMSNorm(nn.Module):
@@ -111,8 +112,9 @@ class OnePassRMSNorm(nn.Module):
             )
             return (y, h) if both else y
         made: list[Any] = []
-        columns = bool(self.codes) and self.columns and torch.is_grad_enabled()
-        settings: Any = self.variance_epsilon, self.codes, columns, made
+        columns = self.columns and torch.is_grad_enabled()
+        extent = 0 if self.columns else EXTENTS[self.codes]
+        settings: Any = self.variance_epsilon, bool(self.codes), columns, extent, made
         y, h = _Norm.apply(x, residual, self.weight, *settings)  # pyright: ignore
         if self.codes:
             dispatch.keep(y, self.codes, *made)

@@ -18,9 +18,11 @@ from torch import Tensor
 
 from lit_qrl.functional._launch import remembered
 
-PART, PARTS = 256, 64
-"""Fewest keys of a part, and most parts of a row."""
-BLOCK = 64
+PART, LONG_PART, PARTS = 256, 1024, 64
+"""Fewest keys of a part, of few rows and where rows alone keep a GPU busy, and most parts of a row."""
+BUSY = 256
+"""Heads of keys, of all rows, that do: about two for each of 132 multiprocessors."""
+BLOCK = 32
 """Keys that a program reads at once."""
 
 
@@ -153,7 +155,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, last: Tensor, scale: flo
     key_heads, n, dim = keys.shape[1], keys.shape[2], values.shape[3]
     if query.stride(-1) != 1:
         query = query.contiguous()
-    part = max(PART, triton.next_power_of_2(triton.cdiv(n, PARTS)))
+    part = max(LONG_PART if b * key_heads >= BUSY else PART, triton.next_power_of_2(triton.cdiv(n, PARTS)))
     count, groups = triton.cdiv(n, part), heads // key_heads
     parts = torch.empty(b, heads, count, dim, dtype=torch.float32, device=query.device)
     weights = torch.empty(b, heads, count, dtype=torch.float32, device=query.device)
@@ -163,6 +165,6 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, last: Tensor, scale: flo
     _part_kernel[(b, key_heads, count)](
         query, keys, values, last, parts, weights, ended, out, d**-0.5 if scale is None else scale, groups,
         *query.stride()[:2], *keys.stride()[:3], *values.stride()[:3], d, dim, part,
-        max(16, triton.next_power_of_2(groups)), *sizes, BLOCK, num_warps=4, num_stages=2,
+        max(16, triton.next_power_of_2(groups)), *sizes, BLOCK, num_warps=4, num_stages=3,
     )  # fmt: skip
     return out

@@ -85,7 +85,6 @@ def stand_in(monkeypatch):
         ),
         "norm_triton": SimpleNamespace(
             norm=lambda *a, **o: calls.append(("norm", {})) or norm(*a, **o), norm_backward=norm_backward,
-            WHOLE=-1,
         ),
     }  # fmt: skip
     for name, module in modules.items():
