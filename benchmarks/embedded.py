@@ -7,7 +7,7 @@ most 64 (`--batch`) at a time. Each line is printed when it is measured, and eac
 lines alone.
 
 graphs    `TransformersEngine(cuda_graphs=True)`: all completions
-fp8_row   the same, published in that format
+fp8_row   the same, published in that format; so is fp8_block
 uneven    the same in bf16, where one token in 500 ends a completion
 launched  `TransformersEngine(cuda_graphs=False)`: 64 completions of 128 tokens, since launches take what they take
 generate  `model.generate` of transformers, as TRL calls it without vLLM: the same 64 completions of 128 tokens
@@ -53,7 +53,7 @@ VLLM: dict[str, dict[str, Any]] = {
     "long": {},
 }
 """The lines of vLLM, and arguments of its engine; those with the same follow each other and share one."""
-LINES = ("graphs", "fp8_row", "uneven", "launched", "generate", *VLLM, "profile")
+LINES = ("graphs", "fp8_row", "fp8_block", "uneven", "launched", "generate", *VLLM, "profile")
 LONG_PROMPT, LONG_COMPLETION = 3500, 256
 PEAK = 30.0
 SCORED = 8  # completions whose log-probs are compared
@@ -160,7 +160,7 @@ class Bench:
         if line == "profile":
             return self.profile()
         slow = line == "launched"
-        format = line if line == "fp8_row" else None
+        format = line if line.startswith("fp8") else None
         norm = self.network.model.norm.weight
         self.torch.nn.init.constant_(norm, PEAK if line.startswith("peaked") else 1.0)
         engine = self.engine(line, format)

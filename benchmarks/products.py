@@ -20,6 +20,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "packages" / "vllm_fast")]
 
 SHAPES = {
+    "0.5b": {"qkv": (1152, 896), "o": (896, 896), "gate_up": (9728, 896), "down": (896, 4864)},
+    "1.5b": {"qkv": (2048, 1536), "o": (1536, 1536), "gate_up": (17920, 1536), "down": (1536, 8960)},
     "7b": {"qkv": (4608, 3584), "o": (3584, 3584), "gate_up": (37888, 3584), "down": (3584, 18944)},
     "32b": {"qkv": (7168, 5120), "o": (5120, 5120), "gate_up": (55296, 5120), "down": (5120, 27648)},
     "tiny": {"one": (256, 512)},
@@ -137,6 +139,7 @@ class Products:
                 ),
             )
         yield "fp8_row, torch", lambda i: gemm.scaled_mm(a, by_row, codes[i], of_rows, None, torch.bfloat16)
+        yield "fp8_row, ours", lambda i: products_triton.product(a, by_row, codes[i], of_rows, None, torch.bfloat16)
         along = torch.rand(rows, k // BLOCK, device="cuda") + 0.5
         across = along.t().contiguous().t()
         if ops is not None:
