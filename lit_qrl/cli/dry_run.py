@@ -16,6 +16,8 @@ from lit_qrl.data.module import RolloutDataModule
 from lit_qrl.errors import ConfigError
 from lit_qrl.formats.base import NumberFormat
 from lit_qrl.formats.dense import Dense
+from lit_qrl.formats.scaled import Scaled
+from lit_qrl.formats.support import lacking
 from lit_qrl.functional.logprobs import CHUNK_ELEMENTS
 from lit_qrl.loop.budget import TokenBudget
 from lit_qrl.loop.routing import replayed_level
@@ -353,8 +355,10 @@ def engine_parts(
             own = {name for name in base - quantized if laid and name.rpartition(".")[0].endswith(LAID)}
             size -= learner.count(base - quantized - own) * plain.itemsize
             note += f", {'most' if own else 'the'} plain ones shared with the learner"
-        if engine.keep_operands and quantized:
-            size += learner.count(quantized) * 4
+        # a GPU that is not there is taken for one that multiplies codes
+        emulated = device.type != "cuda" or (torch.cuda.is_available() and lacking("", format, device, own=True))
+        if engine.keep_operands and quantized and (emulated or not isinstance(format, Scaled)):
+            size += learner.count(quantized) * (4 if isinstance(format, Scaled) else plain.itemsize)
             note += ", and dequantized operands"
     if isinstance(engine, VLLMEngine) and engine.tensor_parallel_size > 1:
         size /= engine.tensor_parallel_size

@@ -308,6 +308,11 @@ def test_memory_is_judged_for_a_gpu_that_is_not_here(run):
     assert sizes["sampler's weights"] == 4 * 2 * (256 + 128 + 128) * 128
     assert "most plain ones shared with the learner" in text
     assert run(f"{own} --data.engine.cuda_graphs false", dry=False)[1]["sampler's weights"] == 0
+    _, codes, text = run(own.replace("auto", "fp8_row"), dry=False)
+    assert "dequantized" not in text  # such a GPU multiplies codes
+    _, values, text = run(own.replace("auto", "int4_group"), dry=False)
+    assert ", and dequantized operands" in text
+    assert values["sampler's weights"] > 2 * codes["sampler's weights"]
     status, _, text = run("--dry_run 0.005 --trainer.accelerator gpu", dry=False)
     assert status == 2
     assert "The run does not fit its GPU. Expected: at most 5.1 MiB" in text

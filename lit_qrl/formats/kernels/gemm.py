@@ -16,7 +16,7 @@ queries times the heads of a head of keys), and CUTLASS the transposed product."
 MOST_ROWS, FEW_ROWS = 128, 32
 """Rows up to which the product of `products_triton` is no slower than cuBLASLt's with scales of rows or for weights of
 few tiles, and for all."""
-SMALL = 2**24
+SMALL = 10**7
 """Numbers of a weight up to which it is twice as many."""
 FEW_TILES = 132
 """Tiles of 128 outputs from which on a weight keeps an H200's multiprocessors busy."""

@@ -171,7 +171,7 @@ def tiles(
     _tiles_kernel[tiles_k, tiles_m](
         x, nothing, along_scale if rstd is None else rstd, x if weight is None else weight, y if written else x, along,
         along_scale, across, across_scale, m, k, x.stride(0), padded, before, written, rows, columns, height, TILE,
-        DEEP,        num_warps=warps, maxnreg=registers or REGISTERS[before],
+        DEEP, num_warps=warps, maxnreg=registers or REGISTERS[before],
     )  # fmt: skip
     return y, (along, along_scale.t()) if rows else None, (across, across_scale.t()) if columns else None
 
