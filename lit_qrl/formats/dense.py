@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lit_qrl.formats.base import NumberFormat, QuantizedWeight, expect_shape
-from lit_qrl.formats.numerics import require_finite
+from lit_qrl.formats.numerics import magnitude, require_finite
 
 
 class Dense(NumberFormat):
@@ -29,7 +29,7 @@ class Dense(NumberFormat):
         [[1.0, 2.0]]
         """
         codes = weight.detach().to(self.dtype)
-        require_finite(codes.abs().amax())
+        require_finite(magnitude(codes))
         return QuantizedWeight(codes, None, None, self, (weight.shape[0], weight.shape[1]))
 
     def dequantize(self, q: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
