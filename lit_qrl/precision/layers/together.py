@@ -39,7 +39,7 @@ class Together:
         layers: with one number of inputs.
     """
 
-    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+    def __init__(self, layers: Sequence[Any]) -> None:
         self.layers: tuple[Any, ...] = tuple(layers)
         self.sizes = [layer.out_features for layer in layers]
         self._waiting: _Waiting | None = None

@@ -1,5 +1,8 @@
 """The FP8 products of few rows against fp64: interpreted, or compiled on a GPU."""
 
+from itertools import product
+
+import pytest
 import torch
 
 from tests.triton_interpreter import EVERYWHERE
@@ -60,14 +63,15 @@ def test_kernels(run):
     run(compare_cuts)
 
 
+@pytest.mark.vllm  # which brings Triton
 def test_plans_cover_the_weight_once():
     from lit_qrl.formats.kernels import products_triton
 
-    for m in (1, 8, 16, 17, 64, 100, 128, 129, 256, 512):
-        for n, k in ((4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944), (128, 128), (1152, 896)):
-            how = products_triton.plan(m, n, k)
-            assert n % how.columns == 0
-            assert how.columns in (64, 128)  # a program's columns have one scale
-            assert how.rows in (16, 32, 64, 128)
-            assert 1 <= how.parts <= k // 128  # no part is empty
-            assert -(-m // how.rows) * (n // how.columns) <= products_triton.MOST_TILES or how.parts == 1
+    shapes = ((4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944), (128, 128), (1152, 896))
+    for m, (n, k), by_rows in product((1, 8, 16, 17, 64, 100, 128, 129, 256, 512), shapes, (False, True)):
+        how = products_triton.plan(m, n, k, by_rows)
+        assert n % how.columns == 0
+        assert how.columns in (64, 128)  # a program's columns have one scale
+        assert how.rows in (16, 32, 64, 128)
+        assert 1 <= how.parts <= k // 128  # no part is empty
+        assert -(-m // how.rows) * (n // how.columns) <= products_triton.MOST_TILES or how.parts == 1
