@@ -1,18 +1,20 @@
 """Runs a test's comparison in Triton's interpreter, in a process of its own: without a GPU, kernels are Python."""
 
+import importlib
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
 
 SCRIPT = """
-import importlib, sys, torch
+import sys, torch
 from tests import triton_interpreter
 
 triton_interpreter.mend_conversions()
-getattr(importlib.import_module(sys.argv[1]), sys.argv[2])(torch.device("cpu"))
+triton_interpreter.comparison(sys.argv)(torch.device("cpu"))
 print("same")
 """
 
@@ -37,6 +39,12 @@ def mend_conversions():
     interpreter._convert_float = rounded
 
 
+def comparison(argv):
+    """Return the function that a script's arguments name, or the comparison of which it is the test."""
+    found = getattr(importlib.import_module(argv[1]), argv[2])
+    return getattr(found, "compare", found)
+
+
 def run_interpreted(compare, script=SCRIPT):
     """Call `compare(device)`, a function of a test module, by a script that gets both names and prints "same" last."""
     import triton
@@ -49,16 +57,15 @@ def run_interpreted(compare, script=SCRIPT):
     assert done.stdout.endswith("same\n"), done.stderr
 
 
-def run_compiled(compare):
-    """Call it with this host's GPU."""
-    compare(torch.device("cuda"))
+def everywhere(compare=None, script=SCRIPT):
+    """Make a test of a comparison on a device: in Triton's interpreter, and compiled on a GPU."""
+    if compare is None:
+        return partial(everywhere, script=script)
+    marks = {"interpreted": pytest.mark.vllm, "compiled": pytest.mark.gpu}  # vLLM brings Triton
 
+    @pytest.mark.parametrize("how", [pytest.param(how, marks=mark) for how, mark in marks.items()])
+    def test(how):
+        run_interpreted(compare, script) if how == "interpreted" else compare(torch.device("cuda"))
 
-EVERYWHERE = pytest.mark.parametrize(
-    "run",
-    [
-        pytest.param(run_interpreted, id="interpreted", marks=pytest.mark.vllm),  # which brings Triton
-        pytest.param(run_compiled, id="compiled", marks=pytest.mark.gpu),
-    ],
-)
-"""Gives a test both, as `run`: each takes a comparison."""
+    test.__name__, test.__doc__, test.compare = compare.__name__, compare.__doc__, compare
+    return test

@@ -6,7 +6,7 @@ import torch
 
 from lit_qrl.functional import logprobs
 from lit_qrl.functional.logprobs import token_logprobs
-from tests.triton_interpreter import EVERYWHERE
+from tests.triton_interpreter import everywhere
 
 
 def reduced(logits, tokens, factor, entropy):
@@ -121,7 +121,8 @@ def test_what_they_cannot_do_takes_the_plain_operations(monkeypatch):
     assert leaf.grad.isfinite().all()
 
 
-def compare_kernels(device):
+@everywhere
+def test_kernels(device):
     """Both kernels against plain operations in fp64."""
     from lit_qrl.functional import _logprobs_triton
 
@@ -147,11 +148,6 @@ def compare_kernels(device):
                 to_gradient(expected, tokens, normalizer, upstream, factor)
                 _logprobs_triton.to_gradient(logits, tokens, normalizer, upstream, factor)
                 torch.testing.assert_close(logits, expected, atol=1e-6, rtol=2**-7)
-
-
-@EVERYWHERE
-def test_kernels(run):
-    run(compare_kernels)
 
 
 @pytest.mark.gpu

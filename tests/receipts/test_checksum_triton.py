@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lit_qrl.receipts.checksum import Checksums, as_matrices
-from tests.triton_interpreter import EVERYWHERE
+from tests.triton_interpreter import everywhere
 
 # Shapes whose matrix of words is wide, narrow, and a single row.
 SHAPES = ((64, 1032), (64, 72), (1, 8))
@@ -16,7 +16,8 @@ def broken(x, value):
     return y.to(x.dtype)
 
 
-def compare_sums(device):
+@everywhere
+def test_sums(device):
     from lit_qrl.receipts.checksum_triton import Sums
 
     sums = Sums(device)
@@ -38,7 +39,8 @@ def compare_sums(device):
                 assert flag is None or (int(flag) > 0) == (y is not x)
 
 
-def compare_stacks(device):
+@everywhere
+def test_stacks(device):
     from lit_qrl.receipts.checksum_triton import Sums
 
     stack = torch.randn((3, 5, 64, 72), device=device).bfloat16()[:, 2]  # matrices apart from one another
@@ -50,12 +52,6 @@ def compare_stacks(device):
     for index, one in enumerate(stack):
         assert torch.equal(rows[index], as_matrices(one.unsqueeze(0))[0].sum(1))
         assert torch.equal(columns[index], as_matrices(one.unsqueeze(0))[0].sum(0))
-
-
-@EVERYWHERE
-@pytest.mark.parametrize("compare", [compare_sums, compare_stacks])
-def test_kernels(run, compare):
-    run(compare)
 
 
 @pytest.mark.gpu

@@ -4,7 +4,7 @@ import torch
 from lit_qrl import formats
 from lit_qrl.formats.numerics import E4M3, fp4_values, pack_nibbles, to_fp4_codes
 from tests.formats.oracle import bits
-from tests.triton_interpreter import EVERYWHERE
+from tests.triton_interpreter import everywhere
 
 TIES = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -0.25, -0.75, -1.25, -2.5, -5.0, 0.0, -0.0, 6.0, -6.0]
 ZERO_SCALE = 0.125
@@ -31,7 +31,8 @@ def plain(weight, global_scale, four_over_six=False):
     return pack_nibbles(codes.flatten(-2)), scale.to(E4M3)
 
 
-def compare_codes(device):
+@everywhere
+def test_codes(device):
     from lit_qrl.formats.kernels import fp4_triton
 
     generator = torch.Generator().manual_seed(0)
@@ -56,7 +57,8 @@ def compare_codes(device):
         assert fp4_triton.nvfp4_blocks(weight.unsqueeze(0).to(device), torch.ones(1).to(device), ZERO_SCALE)[2].isnan()
 
 
-def compare_stacks(device):
+@everywhere
+def test_stacks(device):
     from lit_qrl.formats.kernels import fp4_triton
 
     stack = torch.randn(3, 10, 48, generator=torch.Generator().manual_seed(0)).bfloat16()  # 30 blocks each
@@ -69,12 +71,6 @@ def compare_stacks(device):
         expected = plain(stack[index], global_scales[index])
         assert torch.equal(codes[index].cpu(), expected[0])
         assert torch.equal(bits(scales[index].cpu()), bits(expected[1]))
-
-
-@EVERYWHERE
-@pytest.mark.parametrize("compare", [compare_codes, compare_stacks])
-def test_kernels(run, compare):
-    run(compare)
 
 
 @pytest.mark.gpu

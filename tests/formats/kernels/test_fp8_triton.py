@@ -1,14 +1,14 @@
-import pytest
 import torch
 
 from lit_qrl.formats import fp8_block, fp8_row
 from lit_qrl.formats.kernels import activations, dispatch
 from lit_qrl.formats.numerics import E4M3_MAX
 from tests.formats.oracle import bits, weights
-from tests.triton_interpreter import EVERYWHERE
+from tests.triton_interpreter import everywhere
 
 
-def compare_tokens(device):
+@everywhere
+def test_tokens(device):
     from lit_qrl.formats.kernels import fp8_triton
 
     for dtype in (torch.bfloat16, torch.float32):
@@ -20,7 +20,8 @@ def compare_tokens(device):
             assert torch.equal(bits(codes.cpu()), bits(expected_codes)), (case, dtype)
 
 
-def compare_whole(device):
+@everywhere
+def test_whole(device):
     from lit_qrl.formats.kernels import fp8_triton
 
     nan = torch.ones(3, 5000)
@@ -37,7 +38,8 @@ def compare_whole(device):
             assert torch.equal(bits(codes.cpu()), bits(plain)) or case == "nan"
 
 
-def compare_blocks(device):
+@everywhere
+def test_blocks(device):
     from lit_qrl.formats.kernels import fp8_triton
 
     for dtype in (torch.bfloat16, torch.float32):
@@ -52,7 +54,8 @@ def compare_blocks(device):
             assert torch.equal(bits(codes.cpu())[every], bits(expected.codes)[every]), (case, dtype)
 
 
-def compare_rows(device):
+@everywhere
+def test_rows(device):
     from lit_qrl.formats.kernels import fp8_triton
 
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -68,9 +71,3 @@ def compare_rows(device):
     nan[1, 4999], nan[2, 0] = float("nan"), float("inf")
     found = fp8_triton.fp8_rows(nan.to(device))[1].flatten().isfinite()
     assert found.tolist() == [True, False, False]
-
-
-@EVERYWHERE
-@pytest.mark.parametrize("compare", [compare_tokens, compare_whole, compare_blocks, compare_rows])
-def test_kernels(run, compare):
-    run(compare)

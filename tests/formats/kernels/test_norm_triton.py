@@ -1,18 +1,17 @@
-from functools import partial
-
 import pytest
 import torch
 
 from lit_qrl.formats.kernels.activations import e4m3_codes
 from tests.formats.kernels.test_tiles_triton import INTERPRETED
-from tests.triton_interpreter import EVERYWHERE, run_compiled, run_interpreted
+from tests.triton_interpreter import everywhere
 
 
 def close(made, exact, digits=8):
     return torch.allclose(made.cpu().double(), exact, rtol=2.0**-digits, atol=2.0**-digits)
 
 
-def compare_norm(device):
+@everywhere
+def test_norm(device):
     """Both passes in fp64, with a residual and without."""
     from lit_qrl.formats.kernels import norm_triton
 
@@ -46,7 +45,8 @@ def compare_norm(device):
                 assert torch.allclose(gain.cpu().double(), (grad.double() * unit).sum(0), rtol=1e-4, atol=1e-4)
 
 
-def compare_codes(device):
+@everywhere(script=INTERPRETED)
+def test_codes_in_passing(device):
     """They are as they are made of the output by itself, and change nothing else."""
     from lit_qrl.formats.kernels import norm_triton
 
@@ -74,19 +74,3 @@ def test_programs_have_a_power_of_two_of_columns_rows_and_warps(k):
     assert size >= k
     assert warps in (1, 2, 4, 8, 16)
     assert all(one > 0 and one & (one - 1) == 0 for one in (rows, size))
-
-
-@EVERYWHERE
-def test_kernels(run):
-    run(compare_norm)
-
-
-@pytest.mark.parametrize(
-    "run",
-    [
-        pytest.param(partial(run_interpreted, script=INTERPRETED), id="interpreted", marks=pytest.mark.vllm),
-        pytest.param(run_compiled, id="compiled", marks=pytest.mark.gpu),
-    ],
-)
-def test_codes_in_passing(run):
-    run(compare_codes)

@@ -1,12 +1,12 @@
-import pytest
 import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb, rotate_half
 
-from tests.triton_interpreter import EVERYWHERE
+from tests.triton_interpreter import everywhere
 
 
-def compare_rotation(device):
+@everywhere
+def test_rotation(device):
     """The result bit by bit, the gradient against autograd's; heads that are not contiguous too."""
     from lit_qrl.formats.kernels import rotary_triton
 
@@ -26,7 +26,8 @@ def compare_rotation(device):
             torch.testing.assert_close(back, x.grad, atol=2**-7, rtol=2**-7)
 
 
-def compare_turns_in_place(device):
+@everywhere
+def test_turns_in_place(device):
     """Queries that are written over, also as a part of a wider tensor, whose rest stays."""
     from lit_qrl.formats.kernels import rotary_triton
 
@@ -45,12 +46,3 @@ def compare_turns_in_place(device):
             )
             assert torch.equal(found.cpu(), expected)
         assert not beside[:, :, 1].any()
-
-
-COMPARISONS = [compare_rotation, compare_turns_in_place]
-
-
-@EVERYWHERE
-@pytest.mark.parametrize("compare", COMPARISONS)
-def test_kernels(run, compare):
-    run(compare)

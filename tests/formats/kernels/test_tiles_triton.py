@@ -4,14 +4,14 @@ from torch.nn import functional as F
 
 from lit_qrl.formats.kernels import dispatch
 from tests.formats.oracle import bits
-from tests.triton_interpreter import run_interpreted
+from tests.triton_interpreter import everywhere
 
 INTERPRETED = """
-import importlib, sys, pytest, torch
+import sys, pytest, torch
 from tests import plain_instructions, triton_interpreter
 
 triton_interpreter.mend_conversions()
-compare = getattr(importlib.import_module(sys.argv[1]), sys.argv[2])
+compare = triton_interpreter.comparison(sys.argv)
 for inverse in (plain_instructions.reciprocal, plain_instructions.inexact_reciprocal):
     with pytest.MonkeyPatch.context() as patch:
         plain_instructions.use(patch, inverse)
@@ -20,7 +20,8 @@ print("same")
 """
 
 
-def compare_tiles(device):
+@everywhere(script=INTERPRETED)
+def test_tiles(device):
     """Codes and scales of every kind of number, the last digit of the approximate inverse right and wrong."""
     from lit_qrl.formats.kernels import tiles_triton
 
@@ -56,7 +57,8 @@ def inputs(dtype):
     yield x.to(dtype)
 
 
-def compare_operators(device):
+@everywhere(script=INTERPRETED)
+def test_operators(device):
     """The norm and the gated activation before the quantizer, and the backward pass of the second."""
     from lit_qrl.formats.kernels import tiles_triton
 
@@ -102,18 +104,6 @@ def compare_operators(device):
         assert torch.equal(again.cpu(), made.cpu())
     assert beside[1].data_ptr() - beside[0].data_ptr() == 384 * 2
     assert beside[0].stride() == (2 * 384, 1)
-
-
-@pytest.mark.vllm  # which brings Triton
-@pytest.mark.parametrize("part", [compare_tiles, compare_operators])
-def test_kernels_in_the_interpreter(part):
-    run_interpreted(part, INTERPRETED)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("part", [compare_tiles, compare_operators])
-def test_kernels_on_the_device(part):
-    part(torch.device("cuda"))
 
 
 @pytest.mark.gpu

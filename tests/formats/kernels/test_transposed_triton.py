@@ -1,9 +1,10 @@
 import torch
 
-from tests.triton_interpreter import EVERYWHERE
+from tests.triton_interpreter import everywhere
 
 
-def compare(device):
+@everywhere
+def test_kernel(device):
     from lit_qrl.formats.kernels import transposed_triton
 
     generator = torch.Generator().manual_seed(0)
@@ -14,8 +15,3 @@ def compare(device):
             assert turned.dtype == dtype
             assert turned.shape == shape[::-1]
             assert torch.equal(turned.view(torch.uint8), codes.t())
-
-
-@EVERYWHERE
-def test_kernels(run):
-    run(compare)

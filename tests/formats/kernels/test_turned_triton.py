@@ -1,7 +1,7 @@
 import torch
 from transformers.models.llama.modeling_llama import rotate_half
 
-from tests.triton_interpreter import EVERYWHERE
+from tests.triton_interpreter import everywhere
 
 
 def plain_turn(x, cos, sin):
@@ -9,7 +9,8 @@ def plain_turn(x, cos, sin):
     return (wide[0] * wide[1][:, None] + rotate_half(wide[0]) * wide[2][:, None]).to(x.dtype)
 
 
-def compare_turns(device):
+@everywhere
+def test_turns(device):
     """The rows bit by bit; the gradients against kernels and sums of their own, and against autograd's in fp64."""
     from lit_qrl.formats.kernels import rotary_triton, turned_triton
 
@@ -49,8 +50,3 @@ def compare_turns(device):
             torch.autograd.backward(rows, [grad.double() for grad in grads])
             for found, leaf in zip(back, leaves, strict=True):
                 torch.testing.assert_close(found.double(), leaf.grad, atol=2**-5, rtol=2**-5)
-
-
-@EVERYWHERE
-def test_kernels(run):
-    run(compare_turns)

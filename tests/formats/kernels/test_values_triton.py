@@ -1,13 +1,13 @@
-import pytest
 import torch
 
 from lit_qrl import formats
 from lit_qrl.formats import Int4Group
 from tests.formats.oracle import bits, weights
-from tests.triton_interpreter import EVERYWHERE
+from tests.triton_interpreter import everywhere
 
 
-def compare_int4(device):
+@everywhere
+def test_int4(device):
     from lit_qrl.formats.kernels import values_triton
 
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -21,7 +21,8 @@ def compare_int4(device):
             assert same[agree].all(), (case, dtype)
 
 
-def compare_values(device):
+@everywhere
+def test_values(device):
     from lit_qrl.formats.kernels import values_triton
 
     kinds = {
@@ -44,7 +45,8 @@ def compare_values(device):
                 assert torch.equal(bits(found.nan_to_num(0.0)), bits(wanted.nan_to_num(0.0))), (name, case, dtype)
 
 
-def compare_stacks(device):
+@everywhere
+def test_stacks(device):
     from lit_qrl.formats.kernels import values_triton
 
     format, generator = formats.get("nvfp4"), torch.Generator().manual_seed(0)
@@ -55,7 +57,8 @@ def compare_stacks(device):
     assert torch.equal(bits(made.cpu()), bits(format.dequantize_stack(q)))
 
 
-def compare_scaled(device):
+@everywhere
+def test_scaled(device):
     from lit_qrl.formats.kernels import values_triton
 
     for name in ("fp8_row", "fp8_tensor", "fp8_block", "int8_channel"):
@@ -67,7 +70,8 @@ def compare_scaled(device):
                 assert torch.equal(bits(made.cpu()), bits(format.dequantize(q, dtype))), (name, shape, dtype)
 
 
-def compare_scaled_inputs(device):
+@everywhere
+def test_scaled_inputs(device):
     from lit_qrl.formats.kernels import values_triton
 
     x = torch.randn(5, 256, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
@@ -77,12 +81,3 @@ def compare_scaled_inputs(device):
         block = format.input_extent(x.shape)
         made = values_triton.scaled_values(codes.to(device), column_by_column, torch.bfloat16, block)
         assert torch.equal(bits(made.cpu()), bits(format.dequantized_kept((codes.cpu(), scale.cpu()), torch.bfloat16)))
-
-
-COMPARISONS = [compare_int4, compare_values, compare_stacks, compare_scaled, compare_scaled_inputs]
-
-
-@EVERYWHERE
-@pytest.mark.parametrize("compare", COMPARISONS)
-def test_kernels(run, compare):
-    run(compare)

@@ -1,10 +1,11 @@
 import pytest
 import torch
 
-from tests.triton_interpreter import EVERYWHERE
+from tests.triton_interpreter import everywhere
 
 
-def compare_attention(device):
+@everywhere
+def test_attention(device):
     from lit_qrl.rollout.embedded import attention_triton
 
     generator = torch.Generator().manual_seed(0)
@@ -36,7 +37,8 @@ def compare_attention(device):
                 torch.testing.assert_close(found[row, head].double().cpu(), shares @ v, atol=tolerance, rtol=0)
 
 
-def compare_writing(device):
+@everywhere
+def test_writing(device):
     from lit_qrl.rollout.embedded import attention_triton
 
     key = torch.randn(3, 1, 2, 24).transpose(1, 2)[:, :, 0]
@@ -48,12 +50,3 @@ def compare_writing(device):
         keys[row, :, column], values[row, :, column] = key[row], value[row]
     assert torch.equal(on[2].cpu(), keys)
     assert torch.equal(on[3].cpu(), values)
-
-
-COMPARISONS = [compare_attention, compare_writing]
-
-
-@EVERYWHERE
-@pytest.mark.parametrize("compare", COMPARISONS)
-def test_kernels(run, compare):
-    run(compare)

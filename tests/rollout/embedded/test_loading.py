@@ -85,6 +85,13 @@ def test_an_expert_that_is_missing_is_named():
         loaded(network, format, stream)
 
 
+def agrees(stream, loader):
+    sent = SentLedger(loader.received.version)
+    for name, tensor in stream:
+        sent.record(name, tensor)
+    return compare(sent, loader.received) == []
+
+
 def test_weights_of_queries_keys_and_values_are_laid_one_below_another(monkeypatch):
     network = random_network(BY_TYPE["qwen2"])
     owned = {parameter.untyped_storage().data_ptr() for parameter in network.parameters()}
@@ -107,10 +114,7 @@ def test_weights_of_queries_keys_and_values_are_laid_one_below_another(monkeypat
         torch.testing.assert_close(got, network(ids).logits, atol=1e-5, rtol=1e-5)
         held = [modules.held(f"{prefix}{layer}.weight") for layer in ("q_proj", "k_proj", "v_proj")]
         assert len({one.untyped_storage().data_ptr() for one in held} - owned) == 1
-        sent = SentLedger(version)
-        for name, tensor in weights_of(network):
-            sent.record(name, tensor)
-        assert compare(sent, loader.received) == []
+        assert agrees(weights_of(network), loader)
         held[1].view(-1)[5] += 1  # what is multiplied is what the receipts are of
         with torch.no_grad():
             assert not torch.equal(modules.network(ids).logits, got)
@@ -138,10 +142,7 @@ def test_codes_of_layers_that_read_one_input_are_laid_one_below_another(monkeypa
             rows.clear()
             torch.testing.assert_close(modules.network(ids).logits, expected, atol=1e-5, rtol=1e-5)
         assert len(rows) == 4 * layers
-        sent = SentLedger(version)
-        for key, tensor in weights_of(network, format):
-            sent.record(key, tensor)
-        assert compare(sent, loader.received) == []
+        assert agrees(weights_of(network, format), loader)
     mlp = modules.network.model.layers[0].mlp
     assert mlp.gate_proj.codes.data_ptr() + mlp.gate_proj.codes.numel() == mlp.up_proj.codes.data_ptr()
     mlp.up_proj.codes.view(torch.uint8).zero_()  # what is multiplied is what the receipts are of

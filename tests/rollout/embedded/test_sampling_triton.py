@@ -3,10 +3,11 @@ import torch
 
 from lit_qrl.rollout.embedded.sampling import TokenSampler
 from lit_qrl.types import SamplingParams
-from tests.triton_interpreter import EVERYWHERE
+from tests.triton_interpreter import everywhere
 
 
-def compare_draws(device):
+@everywhere
+def test_draws(device):
     from lit_qrl.rollout.embedded import sampling_triton
 
     torch.manual_seed(0)
@@ -33,11 +34,6 @@ def compare_draws(device):
             assert (low - 2e-6 <= uniform).all()
             assert (uniform <= high + 2e-6).all()
     assert tokens[0] == words - 1
-
-
-@EVERYWHERE
-def test_kernels(run):
-    run(compare_draws)
 
 
 @pytest.mark.gpu

@@ -22,7 +22,7 @@ from lit_qrl.rollout.adapter import scaling
 from lit_qrl.rollout.engine import SamplerSpec
 from lit_qrl.rollout.vllm import patches, same_kernels
 from lit_qrl.rollout.vllm.engine import VLLMEngine
-from tests.triton_interpreter import run_interpreted
+from tests.triton_interpreter import everywhere
 
 FLASHINFER = {"engine_args": {"attention_backend": "FLASHINFER"}}
 
@@ -71,19 +71,16 @@ class Plain(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.linspace(0.5, 1.5, 128))
 
 
-def compare_norms(device):
+@everywhere
+def test_the_norm_is_the_formula_and_a_row_does_not_depend_on_others(device):
     torch.manual_seed(0)
-    norm = same_kernels._norm_of(Plain)()
+    norm = same_kernels._norm_of(Plain)().to(device)
     x, residual = torch.randn(5, 2, 128, device=device), torch.randn(5, 2, 128, device=device)
     torch.testing.assert_close(norm.forward_cuda(x), F.rms_norm(x, (128,), norm.weight, 1e-6))
     y, total = norm.forward_cuda(x, residual)
     torch.testing.assert_close(total, x + residual)
     torch.testing.assert_close(y, F.rms_norm(x + residual, (128,), norm.weight, 1e-6))
     assert norm.forward_cuda(x[3:4], residual[3:4])[0].equal(y[3:4])  # whatever is beside it
-
-
-def test_the_norm_is_the_formula_and_a_row_does_not_depend_on_others():
-    run_interpreted(compare_norms)
 
 
 @pytest.mark.parametrize(

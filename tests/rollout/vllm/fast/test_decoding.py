@@ -8,6 +8,8 @@ import pytest
 import torch
 from lit_qrl_vllm_fast import decoding
 
+from tests.formats.kernels import test_products_triton as products
+
 
 def layer_of(n, k, device="cpu", dtype=torch.float32):
     generator = torch.Generator().manual_seed(n + k)
@@ -23,10 +25,7 @@ def quantized(x, *_):
 
 
 def exact(codes, scales, layer, bias):
-    """The product in fp64."""
-    wide = layer.weight_scale.double().repeat_interleave(128, 0).repeat_interleave(128, 1)
-    out = (codes.double() * scales.double().repeat_interleave(128, 1)) @ (layer.weight.double() * wide).T
-    return out if bias is None else out + bias.double()
+    return products.exact(codes, scales, layer.weight, layer.weight_scale, 0.0 if bias is None else bias.double())
 
 
 def patched(original):

@@ -1,9 +1,8 @@
 import math
 
-import pytest
 import torch
 
-from tests.triton_interpreter import EVERYWHERE
+from tests.triton_interpreter import everywhere
 
 
 def made(device, seeds, draws, words=3000):
@@ -16,7 +15,8 @@ def made(device, seeds, draws, words=3000):
     return noise.cpu()
 
 
-def compare_noise(device):
+@everywhere
+def test_noise(device):
     large = 2**53 + 12345
     noise = made(device, [7, 8, 7, large, large + 2**32], [0, 0, 1, 0, 0], 6001)
     assert (noise > 0).all()
@@ -37,15 +37,10 @@ def compare_noise(device):
     assert torch.equal(made(device, [7], [1], 6001), noise[2:3])
 
 
-def compare_smallest(device):
+@everywhere
+def test_smallest(device):
     """Numbers near zero decide between words; they must be as frequent as they should be."""
     noise = made(device, [1], [0], 400_000).double()[0]
     for bound in (1e-5, 1e-4, 1e-3):
         expected = 400_000 * (1 - math.exp(-bound))
         assert abs((noise < bound).sum() - expected) < 4 * math.sqrt(expected) + 1
-
-
-@EVERYWHERE
-@pytest.mark.parametrize("compare", [compare_noise, compare_smallest])
-def test_kernels(run, compare):
-    run(compare)
