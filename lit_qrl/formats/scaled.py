@@ -29,6 +29,8 @@ class Scaled(NumberFormat):
 
     A row or block with NaN or inf has a scale that is not finite.
     """
+    codes_of: ClassVar[str] = ""
+    """The source of input codes that a norm may make in passing, of those in `formats/kernels/dispatch.py`."""
 
     @property
     def packs(self) -> bool:
@@ -117,9 +119,6 @@ class ScaledE4M3(Scaled):
     kind = "float"
     steps = E4M3_MAX
 
-    codes_of: ClassVar[str] = ""
-    """The source of input codes that a norm may make in passing."""
-
     @property
     def per_token(self) -> bool:
         """True for one scale per token, False for one per call."""
@@ -139,9 +138,8 @@ class ScaledE4M3(Scaled):
         return gemm.scaled_mm(*self.input_codes(x), codes, scale, bias, x.dtype)
 
     def multiply_few(self, x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-        if not (dispatch.available(x, "few_rows") and gemm.FP8_BLOCKS.met(x.device)):
-            return self.multiply(x, codes, scale, bias)
-        if not gemm.few_rows(x.numel() // x.shape[-1], *codes.shape, by_rows=self.rows_together == 1):
+        here = dispatch.available(x, "few_rows") and gemm.FP8_BLOCKS.met(x.device)
+        if not here or not gemm.few_rows(x.numel() // x.shape[-1], *codes.shape, by_rows=self.rows_together == 1):
             return self.multiply(x, codes, scale, bias)
         from lit_qrl.formats.kernels import products_triton
 

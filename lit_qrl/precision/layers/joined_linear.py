@@ -143,7 +143,7 @@ class _LaidCodes(Together):
         for layer, codes, scale in zip(layers, *parts, strict=True):
             layer.set_weight(QuantizedWeight(codes, scale, None, layer.format, layer.shape))
         self.format: Any = first.format
-        self.codes_of = getattr(first.format, "codes_of", "")
+        self.codes_of = self.format.codes_of
         shape = (sum(self.sizes), first.in_features)
         self.prepared = self.format.prepare(QuantizedWeight(*whole, None, self.format, shape), torch.bfloat16)
         self.bias = end_to_end([layer.bias for layer in layers], torch.float32)

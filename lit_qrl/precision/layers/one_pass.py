@@ -60,7 +60,7 @@ class _Norm(torch.autograd.Function):
             made.extend(found)
         else:
             h, y, rstd, along = norm_triton.norm(*given, extent=extent)
-            made.append(along if codes else rstd)  # of a learner's norm both passes have one rstd, to the last bit
+            made.append(along if codes else rstd)
         # no views in autograd's eyes: they may be written to in place
         y, h = (torch.ops.aten._unsafe_view(one, list(x.shape)) for one in (y, h))
         h = x if residual is None else h
@@ -113,6 +113,7 @@ class OnePassRMSNorm(nn.Module):
             return (y, h) if both else y
         made: list[Any] = []
         columns = self.columns and torch.is_grad_enabled()
+        # with codes the kernel sums in another order: a learner's two passes, with gradients and without, take one way
         extent = 0 if self.columns else EXTENTS[self.codes]
         settings: Any = self.variance_epsilon, bool(self.codes), columns, extent, made
         y, h = _Norm.apply(x, residual, self.weight, *settings)  # pyright: ignore
