@@ -472,7 +472,7 @@ class GRPOModule(Described, LightningModule):
         found = answer(self, batch, "predict")
         answers, task = found.get("sampled") or found["greedy"], batch.task
         samples = samples_of(batch.problems, answers.completions, task, self.policy.decode)
-        rewards, parts, _ = self.data.reward(batch.problems, answers.completions, task)
+        rewards, parts, _ = self.data.reward(samples, max(len(samples) // max(len(batch.problems), 1), 1), task)
         correct = answers.correct.flatten()
         return [
             {

@@ -11,7 +11,7 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from lit_qrl.data.benchmark import Benchmark, Share, evaluation_sets, sample_of, samples_of, without_benchmarks
+from lit_qrl.data.benchmark import Benchmark, Share, evaluation_sets, sample_of, without_benchmarks
 from lit_qrl.data.problems import PromptOrder, admit, warn_of_fewer
 from lit_qrl.data.task import Task
 from lit_qrl.errors import ConfigError, StoppedError, require_object
@@ -300,25 +300,25 @@ class RolloutDataModule(Described, LightningDataModule):
 
     def reward(
         self,
-        problems: Sequence[Problem],
-        completions: Sequence[Completion],
+        samples: Sequence[Sample],
+        group_size: int,
         task: Task | None = None,
         begun: Mapping[str, Scoring] | None = None,
     ) -> tuple[Tensor, dict[str, Tensor], float]:
         """Return total rewards, the parts by name, and how many samples' rewards failed; NaN is no score.
 
         Args:
-            problems: of the completions.
-            completions: prompt-major.
+            samples: prompt-major.
+            group_size: samples of each prompt.
             task: of a benchmark; None is the run's.
-            begun: rewards by name that have begun with these completions.
+            begun: rewards by name that have begun with these samples.
         """
         task = task or self.task
         try:
             total, parts, failed = task.score(
-                samples_of(problems, completions, task, self.module.policy.decode),
+                samples,
                 self.error_reward,
-                max(len(completions) // max(len(problems), 1), 1),
+                group_size,
                 lambda name: scoring_progress(self.trainer, name),
                 **({"begun": begun} if begun else {}),
             )

@@ -37,6 +37,7 @@ NONFINITE_REMEDY = (
     "Take another checkpoint if it came so; if training made it so, lower the learning rate, or let the guard veto "
     "non-finite gradients."
 )
+UNPUBLISHED = "holds NaN or inf and cannot be published."
 _postponed: ContextVar[list[Tensor] | None] = ContextVar("postponed", default=None)
 
 
@@ -48,6 +49,11 @@ def postponed_checks(kept: list[Tensor]) -> Iterator[None]:
         yield
     finally:
         _postponed.reset(token)
+
+
+def not_finite(name: str, fault: str = UNPUBLISHED) -> ConfigError:
+    """Return the error of a tensor with NaN or inf."""
+    return ConfigError(f"{name} {fault}", expected="finite values", remedy=NONFINITE_REMEDY)
 
 
 def runs_ahead(tensor: Tensor) -> bool:

@@ -5,6 +5,7 @@ from dataclasses import fields, replace
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -35,24 +36,26 @@ def assemble(
     b = len(completions)
     width = max(map(len, prompts))
     t = max(max(len(completion.token_ids) for completion in completions), 1)
-    prompt_length = torch.tensor([len(prompts[row // group_size]) for row in range(b)])
-    length = torch.tensor([len(completion.token_ids) for completion in completions])
-    # Each tensor is filled at once: row by row takes as long as a decoding step.
-    columns, mask = torch.arange(width + t), torch.arange(t) < length[:, None]
+    prompt_length = np.array([len(prompts[row // group_size]) for row in range(b)])
+    length = np.array([len(completion.token_ids) for completion in completions])
+    # Each array is filled at once, by NumPy: row by row takes as long as a decoding step, and so do operations of torch
+    # between two rollouts, each of which wakes a thread of every core.
+    columns, inside = np.arange(width + t), np.arange(t) < length[:, None]
     held = (columns >= width - prompt_length[:, None]) & (columns < width + length[:, None])
     words = chain.from_iterable((*prompts[row // group_size], *one.token_ids) for row, one in enumerate(completions))
-    tokens = torch.full((b, width + t), pad_token_id, dtype=torch.long)
-    tokens[held] = torch.tensor(list(words), dtype=torch.long)
-    logprobs = torch.zeros(b, t, dtype=torch.float32)  # whatever the default is: bf16 in a validation step
-    logprobs[mask] = torch.tensor([one for row in completions for one in row.logprobs], dtype=torch.float32)
+    tokens = np.full((b, width + t), pad_token_id, dtype=np.int64)
+    tokens[held] = np.fromiter(words, np.int64)
+    logprobs = np.zeros((b, t), dtype=np.float32)
+    logprobs[inside] = np.fromiter(chain.from_iterable(one.logprobs for one in completions), np.float32)
+    mask = torch.from_numpy(inside)
     for row, completion in enumerate(completions):
         if completion.drawn is not None:
             mask[row, : len(completion.token_ids)] = torch.tensor(completion.drawn)
     return RolloutBatch(
-        tokens=tokens,
-        prompt_length=prompt_length,
+        tokens=torch.from_numpy(tokens),
+        prompt_length=torch.from_numpy(prompt_length),
         mask=mask,
-        sampler_logprobs=logprobs,
+        sampler_logprobs=torch.from_numpy(logprobs),
         rewards=torch.zeros(b),
         advantages=torch.zeros(b),
         group=torch.arange(b) // group_size,

@@ -17,6 +17,7 @@ from lit_qrl.loop.batching import deal_by_length
 from lit_qrl.loop.state import IterationState
 from lit_qrl.objective import Objective
 from lit_qrl.policy import CausalPolicy
+from lit_qrl.rewards.base import Sample
 from lit_qrl.rewards.streaming import StreamingRewards
 from lit_qrl.rollout.engine import EngineDiedError, InFlight, RolloutEngine
 from lit_qrl.types import AllReduce, Completion, RolloutBatch, SamplingParams
@@ -287,7 +288,7 @@ class RolloutData(Protocol):
         """Return the rewards of a rollout, at work already while it is drawn where `streams`."""
         ...
 
-    def reward(self, problems: Sequence[Problem], completions: Sequence[Completion], *, begun: Any) -> Any:
+    def reward(self, samples: Sequence[Sample], group_size: int, *, begun: Any) -> Any:
         """Return total rewards, the parts by name and the number of failures, of rewards that have begun with them."""
         ...
 

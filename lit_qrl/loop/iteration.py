@@ -135,9 +135,10 @@ def _draw_groups(
         batch = assemble(ids, completions, data.group_size, learner.policy.pad_token_id)
         with state.timed("reward"):
             begun = judging.begun_with(completions)
-            batch.rewards, batch.reward_parts, failed = data.reward(problems, completions, begun=begun)
+            samples = judging.samples(completions)
+            batch.rewards, batch.reward_parts, failed = data.reward(samples, data.group_size, begun=begun)
     unscored = batch.rewards.isnan()
-    batch.mask &= ~unscored[:, None]  # its tokens are in no loss, no correction and no metric
+    batch.mask[unscored] = False  # its tokens are in no loss, no correction and no metric
     state.metrics.values("reward/unscored", unscored.float())
     state.metrics.total("guard/reward_errors", failed)
     solved = data.solved(batch.reward_parts)

@@ -10,7 +10,7 @@ from torch import Tensor
 from lit_qrl.errors import ConfigError, IncompleteError, within_memory
 from lit_qrl.formats.base import NumberFormat, QuantizedWeight
 from lit_qrl.formats.dense import Dense
-from lit_qrl.formats.numerics import NONFINITE_REMEDY, magnitude, postponed_checks, require_finite, runs_ahead
+from lit_qrl.formats.numerics import UNPUBLISHED, magnitude, not_finite, postponed_checks, require_finite
 from lit_qrl.network.linears import fused_groups
 from lit_qrl.network.stacked import REMEDY as QUANTIZER_REMEDY
 from lit_qrl.network.stacked import StackQuantizer
@@ -42,8 +42,8 @@ def weight_stream(
         kept: names of tensors that are never cast; see `kept_in_fp32`.
 
     Raises:
-        ConfigError: for a tensor with NaN or inf, or a shape that does not fit. On an accelerator a NaN shows at the
-            end of the stream, so that the host waits for the device once.
+        ConfigError: for a weight with NaN or inf that is quantized, whose codes would not show it, or a shape that does
+            not fit. On an accelerator a NaN shows at the end of the stream, so that the host waits for it once.
         IncompleteError: for a fused layer with a part missing.
     """
     if isinstance(format, Dense):
@@ -58,7 +58,9 @@ def weight_stream(
         layer = name.removesuffix(_WEIGHT)
         key = fused.get(layer)
         if format is None or key is None or not name.endswith(_WEIGHT):
-            yield name, finite.plain(name, tensor, None if name in kept else dtype)
+            tensor = tensor.detach() if tensor.requires_grad else tensor
+            cast_to = None if name in kept or not tensor.is_floating_point() else dtype
+            yield name, tensor.to(dtype=cast_to)  # its receipt says whether it is finite
             continue
         seen.add(layer)
         parts = waiting.setdefault(key, {})
@@ -76,29 +78,15 @@ def weight_stream(
 
 
 class Finite:
-    """Refuses NaN and inf: at once on a CPU, all in one transfer on an accelerator.
+    """Refuses NaN and inf in what is quantized: at once on a CPU, all in one transfer on an accelerator.
 
     Args:
         fault: what is said of a tensor with such a number.
     """
 
-    def __init__(self, fault: str = "holds NaN or inf and cannot be published.") -> None:
+    def __init__(self, fault: str = UNPUBLISHED) -> None:
         self._kept: list[tuple[str, Tensor]] = []
         self._fault = fault
-
-    def plain(self, name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-        """Return the tensor as it is sent."""
-        tensor = tensor.detach() if tensor.requires_grad else tensor
-        if not tensor.is_floating_point():
-            return tensor
-        if dtype is not None:
-            tensor = tensor.to(dtype)
-        if runs_ahead(tensor) and tensor.numel():
-            low, high = torch.aminmax(tensor)
-            self._kept += [(name, low), (name, high)]
-        elif not bool(torch.isfinite(tensor).all()):
-            raise self._not_finite(name)
-        return tensor
 
     @contextmanager
     def of(self, layer: str) -> Iterator[None]:
@@ -123,10 +111,7 @@ class Finite:
             good = torch.stack([waiting[i][1] for i in members]).isfinite().tolist()
             bad += [index for index, finite in zip(members, good, strict=True) if not finite]
         if bad:
-            raise self._not_finite(waiting[min(bad)][0])
-
-    def _not_finite(self, name: str) -> ConfigError:
-        return ConfigError(f"{name} {self._fault}", expected="finite values", remedy=NONFINITE_REMEDY)
+            raise not_finite(waiting[min(bad)][0], self._fault)
 
 
 def _named(layer: str, error: ValueError) -> ValueError:

@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
@@ -26,24 +26,48 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 COLUMN_OFFSET = 1 << 40
 
 
-def as_matrices(stack: Tensor) -> Tensor:
-    """Return the bits of each tensor of a stack as an integer matrix whose width depends on the number of bytes alone.
+class Matrices(NamedTuple):
+    """The bits of each tensor of a stack as a matrix of integers, whose width depends on the number of bytes alone.
 
-    A view where the tensors are laid out for it, else of a copy.
-
-    >>> as_matrices(torch.zeros(5, 6, 4)[1:, :3]).shape
-    torch.Size([4, 3, 2])
+    Args:
+        stack: the tensors; a copy where they are not laid out for it.
+        width: bytes of an integer.
+        count: of matrices.
+        rows: of each.
+        columns: of each.
+        step: integers from one matrix to the next.
     """
-    stack, one, number = stack.detach(), stack.element_size(), stack.shape[0]
-    size = math.prod(stack.shape[1:]) * one
-    width = next(width for width in _WORDS if size % width == 0)
-    whole = stack.is_contiguous() or stack[:1].is_contiguous()
-    if not whole or stack.storage_offset() * one % width or stack.stride(0) * one % width:
-        stack = stack.clone(memory_format=torch.contiguous_format)
-    count, bits = size // width, stack.as_strided((min(size // one, stack.numel()),), (1,)).view(_WORDS[width])
-    # a number of columns that makes about a square: then the sums over rows and columns are both short
-    columns = math.gcd(max(count, 1), 1 << max(max(count, 1).bit_length() // 2, 1))
-    return bits.as_strided((number, count // columns, columns), (stack.stride(0) * one // width, columns, 1))
+
+    stack: Tensor
+    width: int
+    count: int
+    rows: int
+    columns: int
+    step: int
+
+    @classmethod
+    def of(cls, stack: Tensor) -> "Matrices":
+        """Return how the bits of "stack …" lie.
+
+        >>> Matrices.of(torch.zeros(5, 6, 4)[1:, :3])[1:]
+        (8, 4, 3, 2, 12)
+        """
+        count, one = stack.shape[0], stack.element_size()
+        size = math.prod(stack.shape[1:]) * one
+        width = next(width for width in _WORDS if size % width == 0)
+        whole = stack.is_contiguous() or stack[:1].is_contiguous()
+        if not whole or stack.storage_offset() * one % width or stack.stride(0) * one % width:
+            stack = stack.detach().clone(memory_format=torch.contiguous_format)
+        words = size // width
+        # a number of columns that makes about a square: then the sums over rows and columns are both short
+        columns = math.gcd(max(words, 1), 1 << max(max(words, 1).bit_length() // 2, 1))
+        return cls(stack, width, count, words // columns, columns, stack.stride(0) * one // width)
+
+    def bits(self) -> Tensor:
+        """Return the integers, "matrices rows columns"."""
+        size = self.rows * self.columns * self.width // self.stack.element_size()
+        bits = self.stack.detach().as_strided((min(size, self.stack.numel()),), (1,)).view(_WORDS[self.width])
+        return bits.as_strided((self.count, self.rows, self.columns), (self.step, self.columns, 1))
 
 
 def position_weights(start: int, count: int, device: torch.device) -> Tensor:
@@ -109,21 +133,28 @@ class _Entry:
     """Sums of the slices of one stack, or of one tensor.
 
     Args:
-        rows: "slices rows", the sums over each row of their bits.
-        columns: "slices columns".
-        bad: for each slice whether it is not finite: numbers of the device, above 0 where it is, or what the host knows
-            of them; None for what is always finite.
+        block: memory that holds, from `start` on and for each slice, the sums over the rows of its bits, those over its
+            columns, and a number above 0 where it is not finite.
+        start: of the first slice's.
+        count: of slices.
+        rows: of each.
+        columns: of each.
+        bad: for each slice whether it is not finite, once the host knows.
         sums: of each slice, once they are finished.
     """
 
-    rows: Tensor
-    columns: Tensor
-    bad: Tensor | list[bool] | None
-    sums: list[int] = field(default_factory=list)
+    block: Tensor
+    start: int
+    count: int
+    rows: int
+    columns: int
+    bad: list[bool] | None = None
+    sums: list[int] | None = None
 
-    def not_finite(self, index: int) -> bool:
-        """Return whether the host knows that a slice is not finite."""
-        return isinstance(self.bad, list) and self.bad[index]
+    @property
+    def end(self) -> int:
+        """Where the last slice's numbers end."""
+        return self.start + self.count * (self.rows + self.columns + 1)
 
 
 class Checksums:
@@ -175,7 +206,7 @@ class Checksums:
 
     def _note(self, name: str, entry: _Entry, index: int) -> None:
         self._places[name] = entry, index
-        if self._non_finite is None and entry.not_finite(index):
+        if self._non_finite is None and entry.bad is not None and entry.bad[index]:
             self._non_finite = name
 
     def _of_stack(self, stack: Tensor) -> _Entry | None:
@@ -188,20 +219,21 @@ class Checksums:
 
     def _sums(self, stack: Tensor) -> _Entry:
         """Take and return the sums over rows and columns of the slices of a stack."""
-        bits = as_matrices(stack)
-        if bits.dtype == torch.int64 and dispatch.available(bits, "checksum"):
+        laid, device = Matrices.of(stack), stack.device
+        if laid.width == 8 and dispatch.available(stack, "checksum"):
             from lit_qrl.receipts.checksum_triton import Sums
 
-            if bits.device not in self._fused:
-                self._fused[bits.device] = Sums(bits.device)
-            entry = _Entry(*self._fused[bits.device].of(bits, stack.dtype))
+            if device not in self._fused:
+                self._fused[device] = Sums(device)
+            entry = _Entry(*self._fused[device].of(laid), laid.count, laid.rows, laid.columns)
         else:
-            bad = None
+            bits, bad = laid.bits(), torch.zeros(laid.count, dtype=torch.bool, device=device)
             if stack.is_floating_point() and stack.numel():
                 bad = _not_finite(stack.detach().flatten(1) if stack.ndim > 1 else stack.detach().unsqueeze(1))
-                bad = bad.tolist() if stack.device.type == "cpu" else bad.long()
-            entry = _Entry(bits.sum(dim=2, dtype=torch.int64), bits.sum(dim=1, dtype=torch.int64), bad)
-        self._entries[bits.device].append(entry)
+            parts = bits.sum(dim=2, dtype=torch.int64), bits.sum(dim=1, dtype=torch.int64), bad.long().unsqueeze(1)
+            entry = _Entry(torch.cat(parts, dim=1).flatten(), 0, laid.count, laid.rows, laid.columns)
+            entry.bad = bad.tolist() if device.type == "cpu" else None
+        self._entries[device].append(entry)
         return entry
 
     def first_non_finite(self, wait: bool = True) -> str | None:
@@ -212,39 +244,46 @@ class Checksums:
         """
         if not wait:
             return self._non_finite
-        self._settle()
-        return next((name for name, (entry, index) in self._places.items() if entry.not_finite(index)), None)
-
-    def _settle(self) -> None:
-        for entries in self._entries.values():
-            asked = [(entry, entry.bad) for entry in entries if isinstance(entry.bad, Tensor)]
-            if asked:
-                counts = torch.cat([bad for _, bad in asked]).cpu().split([len(bad) for _, bad in asked])
-                for (entry, _), count in zip(asked, counts, strict=True):
-                    entry.bad = (count > 0).tolist()
+        return next((name for name, (_, finite) in self.finish().items() if not finite), None)
 
     def finish(self) -> dict[str, tuple[int, bool]]:
-        """Return (checksum, finite) by name."""
-        self._settle()
+        """Return (checksum, finite) by name; the host waits for what is new since the last call alone."""
         for device, entries in self._entries.items():
-            count = sum(len(entry.rows) for entry in entries)
-            sums = torch.zeros(count, dtype=torch.int64, device=device)
-            for offset, parts in (
-                (0, [entry.rows for entry in entries]),
-                (COLUMN_OFFSET, [entry.columns for entry in entries]),
-            ):
-                flat = torch.cat([part.reshape(-1) for part in parts])
-                each = torch.tensor([part.shape for part in parts], device=device)
-                lengths = each[:, 1].repeat_interleave(each[:, 0], output_size=count)
-                owner = torch.arange(count, device=device).repeat_interleave(lengths, output_size=len(flat))
-                starts = lengths.cumsum(0) - lengths
-                table = position_weights(offset, max(part.shape[1] for part in parts), device)
-                weights = table[torch.arange(len(flat), device=device).sub_(starts[owner])]
-                sums.index_add_(0, owner, scrambled(flat.mul_(weights)))
-            values = iter(sums.tolist())
-            for entry in entries:
-                entry.sums = list(islice(values, len(entry.rows)))
-        return {name: (entry.sums[index], not entry.not_finite(index)) for name, (entry, index) in self._places.items()}
+            if any(entry.sums is None for entry in entries):
+                _finish(entries, device)
+        known = ((name, entry.sums, entry.bad, index) for name, (entry, index) in self._places.items())
+        return {name: (sums[index], not bad[index]) for name, sums, bad, index in known if sums and bad}
+
+
+def _finish(entries: Sequence[_Entry], device: torch.device) -> None:
+    """Bring the sums of a device's entries, and what of them is not finite, to the host in one transfer."""
+    runs: list[tuple[Tensor, int, int]] = []
+    for entry in entries:
+        block, start, end = runs[-1] if runs else (None, 0, 0)
+        if block is entry.block and end == entry.start:
+            runs[-1] = entry.block, start, entry.end
+        else:
+            runs.append((entry.block, entry.start, entry.end))
+    flat = torch.cat([block if end - start == len(block) else block[start:end] for block, start, end in runs])
+    told = [(entry.count, entry.rows, entry.columns) for entry in entries]
+    shapes, (counts, *most) = torch.tensor(told, device=device), zip(*told, strict=True)
+    count, (high, wide) = sum(counts), map(max, most)
+    rows, columns = (shapes[:, i].repeat_interleave(shapes[:, 0], output_size=count) for i in (1, 2))
+    each = rows + columns + 1
+    ends = each.cumsum(0)
+    owner = torch.arange(count, device=device).repeat_interleave(each, output_size=len(flat))
+    row = torch.arange(len(flat), device=device) - (ends - each)[owner]
+    column = row - rows[owner]
+    last = torch.where(column < columns[owner], column + high, high + wide)
+    # the weights of all rows, of all columns, and 0 of what says that a slice is not finite
+    of_rows, of_columns = position_weights(0, high, device), position_weights(COLUMN_OFFSET, wide, device)
+    weights = torch.cat([of_rows, of_columns, of_rows.new_zeros(1)])
+    terms = scrambled(flat * weights[torch.where(column < 0, row, last)])
+    sums = torch.zeros(count, dtype=torch.int64, device=device).index_add_(0, owner, terms)
+    values, bad = map(iter, torch.stack([sums, flat[ends - 1]]).tolist())
+    for entry in entries:
+        entry.sums = list(islice(values, entry.count))
+        entry.bad = [number > 0 for number in islice(bad, entry.count)]
 
 
 @lru_cache

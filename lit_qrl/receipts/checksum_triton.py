@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lit_qrl.functional._launch import pieces, remembered
+from lit_qrl.receipts.checksum import Matrices
 
 # Words of 8 bytes that one program sums.
 TILE = 8192
@@ -47,12 +48,12 @@ _PATTERNS = {
 @remembered
 @triton.jit(do_not_specialize=["start", "step", "rows", "columns", "ones", "lowest", "signs"])
 def _sums_kernel(
-    bits, sums, start, step, rows, columns, ones, lowest, signs,
+    stack, sums, start, step, rows, columns, ones, lowest, signs,
     CHECK: tl.constexpr, UNSIGNED: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Add one tile's sums over rows and columns to those of its matrix: `rows`, `columns`, then what is not finite."""
     matrix = tl.program_id(2).to(tl.int64)
-    bits += matrix * step
+    bits = stack.to(tl.pointer_type(tl.int64)) + matrix * step
     start += matrix * (rows + columns + 1)
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     column = tl.program_id(1) * C + tl.arange(0, C)
@@ -76,31 +77,33 @@ class Sums:
         self._pool = torch.empty(0, dtype=torch.int64, device=device)
         self._used = 0
 
-    def of(self, bits: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return sums over rows and over columns, and for floats a count above 0 where a number is not finite.
-
-        One launch takes them of all matrices: "matrices rows", "matrices columns" and " matrices".
+    def of(self, laid: Matrices) -> tuple[Tensor, int]:
+        """Sum over rows and columns, and look for what is not finite, in one launch for all matrices.
 
         Args:
-            bits: int64 "matrices rows columns", columns a power of two; each matrix contiguous.
-            dtype: of the numbers in it.
+            laid: integers of 8 bytes, columns a power of two.
+
+        Returns:
+            The memory, and where in it the first matrix's begin: its sums over rows, over columns, and a number above 0
+            where one of its floats is not finite; then those of the next.
         """
-        count, rows, columns = bits.shape
-        start, each = self._used, rows + columns + 1
-        size = count * each
+        rows, columns, start = laid.rows, laid.columns, self._used
+        size = laid.count * (rows + columns + 1)
         if start + size > self._pool.numel():
             self._pool = torch.zeros(max(POOL, size), dtype=torch.int64, device=self.device)
             start = 0
         self._used = start + size
+        stack, dtype = laid.stack, laid.stack.dtype
+        if dtype.itemsize == 1:  # not all of which Triton knows
+            stack = stack.view(torch.uint8)
         pattern = _PATTERNS.get(dtype)
         wide = WIDE if columns >= WIDE // 2 else NARROW  # two kernels to compile, not one for every power of two
         high = TILE // wide
         ones, lowest, signs = pattern or (0, 0, 0)
-        grid = (pieces(rows, high), pieces(columns, wide), count)
+        grid = (pieces(rows, high), pieces(columns, wide), laid.count)
         unsigned = dtype == torch.float8_e8m0fnu
         _sums_kernel[grid](
-            bits, self._pool, start, bits.stride(0), rows, columns, ones, lowest, signs, pattern is not None, unsigned,
+            stack, self._pool, start, laid.step, rows, columns, ones, lowest, signs, pattern is not None, unsigned,
             high, wide, num_warps=8,
         )  # fmt: skip
-        sums = self._pool[start : start + size].view(count, each)
-        return sums[:, :rows], sums[:, rows : rows + columns], None if pattern is None else sums[:, -1]
+        return self._pool, start

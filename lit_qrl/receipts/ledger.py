@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lit_qrl.formats.base import NumberFormat
+from lit_qrl.formats.numerics import not_finite
 from lit_qrl.receipts.checksum import Checksums, dtype_name
 
 FaultKind = Literal[
@@ -187,7 +188,7 @@ class SentLedger(Ledger):
         tensors: Iterator[tuple[str, Tensor]],
         share: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor,
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the stream unchanged; raise `PublishError` for a tensor that is not finite.
+        """Yield the stream unchanged; raise `ConfigError` for a tensor that is not finite.
 
         On a CPU that is at the tensor itself; on an accelerator at the end of the stream, so that the host waits once,
         and the engine, whose loading the error ends, has no weights to draw with until the next publish.
@@ -230,7 +231,7 @@ class SentLedger(Ledger):
 
     def _refuse_non_finite(self, wait: bool) -> None:
         if (name := self._checksums.first_non_finite(wait)) is not None:
-            raise PublishError([Fault("non_finite", name)], self.version)
+            raise not_finite(name)
 
 
 @dataclass

@@ -45,7 +45,8 @@ class StreamingRewards:
         before = self.begun
         started = ((reward.name, _begun(reward, before.get(reward.name))) for reward in self._rewards)
         self.begun = {name: scoring for name, scoring in started if scoring is not None}
-        self._seen: dict[int, list[int]] = {}
+        self._made: dict[int, tuple[list[int], Sample]] = {}
+        """By number the tokens that came, and what rewards see of them."""
         self._waits = False
 
     def __call__(self, drawn: Mapping[int, Completion]) -> None:
@@ -53,7 +54,7 @@ class StreamingRewards:
 
         What goes wrong in making a sample of one is no fault of the engine that calls: it comes up again at the end.
         """
-        new = {number: one for number, one in drawn.items() if number not in self._seen}
+        new = {number: one for number, one in drawn.items() if number not in self._made}
         if self._waits or not new:
             return
         try:
@@ -62,15 +63,20 @@ class StreamingRewards:
             log.debug("The rewards wait for the last completion: %s: %s", type(error).__name__, error)
             self._waits = True
             return
-        self._seen.update({number: one.token_ids for number, one in new.items()})
+        self._made |= {number: (one.token_ids, samples[number]) for number, one in new.items()}
         for scoring in self.begun.values():
             scoring.add(samples)
 
     def begun_with(self, completions: Sequence[Completion]) -> dict[str, Scoring]:
         """Return by name the rewards at work on all completions; begun anew where other ones were handed out."""
-        if any(completions[number].token_ids != tokens for number, tokens in self._seen.items()):
+        if any(completions[number].token_ids != tokens for number, (tokens, _) in self._made.items()):
             self.again()
         return self.begun
+
+    def samples(self, completions: Sequence[Completion]) -> list[Sample]:
+        """Return what rewards see of all completions, of which `begun_with` knows: made once of each."""
+        made = ((number, one, self._made.get(number)) for number, one in enumerate(completions))
+        return [self._sample(number, one) if known is None else known[1] for number, one, known in made]
 
     def close(self) -> None:
         """Give up what is not done."""

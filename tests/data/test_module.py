@@ -105,7 +105,7 @@ def test_samples_are_prompt_major():
     completions = [Completion(token_ids=[i], logprobs=[0.0], finish_reason="stop", version=0) for i in range(6)]
     samples = samples_of(problems, completions, data.task, data.module.policy.decode)
     assert [(sample.prompt, sample.completion) for sample in samples] == [(str(i // 3), str(i)) for i in range(6)]
-    total, parts, failed = data.reward(problems, completions)
+    total, parts, failed = data.reward(samples, 3)
     assert total.tolist() == parts["digits"].tolist() == [1.0] * 6
     assert failed == 0.0
 

@@ -1,4 +1,5 @@
 import threading
+from operator import itemgetter
 from types import SimpleNamespace
 
 import pytest
@@ -120,13 +121,13 @@ def rank_of(world_size, rank, all_reduce, rounds, mini_batches=1, groups=8):
         device="cpu",
         reduce=all_reduce,
         iteration=IterationState(),
-        policy=SimpleNamespace(pad_token_id=0, dropout=False),
+        policy=SimpleNamespace(pad_token_id=0, dropout=False, decode=itemgetter(0)),
         objective=DAPO(max_resample=rounds),
     )
     trainer.lightning_module, data.trainer = learner, trainer
     data._problems["train"] = [Problem({}, [i], str(i)) for i in range(60)]
-    data.reward = lambda problems, completions, begun: (
-        torch.tensor([float(c.token_ids[0] % 3 == 0 and i % 2) for i, c in enumerate(completions)]),
+    data.reward = lambda samples, group_size, begun: (
+        torch.tensor([float(one.completion % 3 == 0 and i % 2) for i, one in enumerate(samples)]),
         {},
         0.0,
     )
@@ -214,7 +215,7 @@ def test_dynamic_sampling_looks_at_the_scores_that_were_given():
     learner.iteration = IterationState()
     nan = float("nan")
     given = iter([[nan, 1.0, nan, nan, 0.0, 1.0, 1.0, 1.0], [0.0, 1.0] * 3])
-    learner.data.reward = lambda problems, completions, begun: (torch.tensor(next(given)), {}, 0.0)
+    learner.data.reward = lambda samples, group_size, begun: (torch.tensor(next(given)), {}, 0.0)
     rollout = roll_out(learner)
     assert rollout.rewards.tolist() == [0.0, 1.0] * 4  # one group varied at first, three were drawn again
 

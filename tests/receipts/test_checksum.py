@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lit_qrl.receipts.checksum import Checksums, as_matrices, slice_of, slices
+from lit_qrl.receipts.checksum import Checksums, Matrices, slice_of, slices
 from tests.operations import counted
 
 
@@ -37,9 +37,10 @@ def test_slices_of_a_stack_have_the_checksums_that_they_have_alone(stack):
 
 def test_matrices_of_a_stack_are_views_of_it():
     stack = torch.randn(3, 4, 8)
-    bits = as_matrices(stack[:, 1:3])
+    bits = Matrices.of(stack[:, 1:3]).bits()
     assert bits.untyped_storage().data_ptr() == stack.untyped_storage().data_ptr()
-    assert all(torch.equal(bits[index], as_matrices(stack[index : index + 1, 1:3].clone())[0]) for index in range(3))
+    alone = [Matrices.of(stack[index : index + 1, 1:3].clone()).bits() for index in range(3)]
+    assert torch.equal(bits, torch.cat(alone))
 
 
 def test_slices_that_were_written_to_or_moved_count_as_they_are():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lit_qrl.receipts.checksum import Checksums, as_matrices
+from lit_qrl.receipts.checksum import Checksums, Matrices
 from tests.triton_interpreter import everywhere
 
 # Shapes whose matrix of words is wide, narrow, and a single row.
@@ -30,13 +30,14 @@ def test_sums(device):
             wrong = [broken(x, float("nan"))] if dtype in floats else []
             wrong += [broken(x, -float("inf"))] if dtype in floats[:4] else []
             for y in (x, *wrong):
-                bits = as_matrices(y.unsqueeze(0))[0]
+                laid = Matrices.of(y.unsqueeze(0))
+                bits = laid.bits()[0]
                 assert bits.dtype == torch.int64
-                (rows,), (columns,), flag = sums.of(bits.unsqueeze(0), dtype)
+                memory, start = sums.of(laid)
+                rows, columns, flag = memory[start : start + sum(bits.shape) + 1].split([*bits.shape, 1])
                 assert torch.equal(rows, bits.sum(1))
                 assert torch.equal(columns, bits.sum(0))
-                assert (flag is None) == (dtype not in floats)
-                assert flag is None or (int(flag) > 0) == (y is not x)
+                assert (int(flag) > 0) == (y is not x)
 
 
 @everywhere
@@ -45,13 +46,13 @@ def test_stacks(device):
 
     stack = torch.randn((3, 5, 64, 72), device=device).bfloat16()[:, 2]  # matrices apart from one another
     stack[1, 3, 3] = float("nan")
-    bits = as_matrices(stack)
-    assert bits is not None
-    rows, columns, flags = Sums(device).of(bits, stack.dtype)
-    assert [int(flag) > 0 for flag in flags] == [False, True, False]
+    bits = Matrices.of(stack).bits()
+    memory, start = Sums(device).of(Matrices.of(stack))
+    each = memory[start:].unfold(0, sum(bits.shape[1:]) + 1, sum(bits.shape[1:]) + 1)[:3]
+    assert [int(one[-1]) > 0 for one in each] == [False, True, False]
     for index, one in enumerate(stack):
-        assert torch.equal(rows[index], as_matrices(one.unsqueeze(0))[0].sum(1))
-        assert torch.equal(columns[index], as_matrices(one.unsqueeze(0))[0].sum(0))
+        alone = Matrices.of(one.unsqueeze(0)).bits()[0]
+        assert torch.equal(each[index, :-1], torch.cat([alone.sum(1), alone.sum(0)]))
 
 
 @pytest.mark.gpu

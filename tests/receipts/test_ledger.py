@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from lit_qrl import formats
-from lit_qrl.receipts.checksum import COLUMN_OFFSET, GOLDEN, MIX_A, MIX_B, Checksums, as_matrices
+from lit_qrl.errors import ConfigError
+from lit_qrl.receipts.checksum import COLUMN_OFFSET, GOLDEN, MIX_A, MIX_B, Checksums, Matrices
 from lit_qrl.receipts.ledger import (
     Fault,
     Ledger,
@@ -38,7 +39,7 @@ def scrambled(x):
 
 def loop_checksum(tensor):
     """Σ_i h(u_i Σ_j x_ij) + Σ_j h(v_j Σ_i x_ij) modulo 2⁶⁴, entry by entry."""
-    matrix = as_matrices(tensor.unsqueeze(0))[0].tolist()
+    matrix = Matrices.of(tensor.unsqueeze(0)).bits()[0].tolist()
     rows = [sum(row) for row in matrix]
     columns = [sum(row[j] for row in matrix) for j in range(len(matrix[0]))]
     total = 0
@@ -200,7 +201,7 @@ def test_sender_refuses_what_is_not_finite_before_the_engine_gets_it():
     named = weights()
     named[K][3, 4] = float("inf")
     seen = []
-    with pytest.raises(PublishError, match=r"non_finite: model\.layers\.0\.self_attn\.k_proj\.weight is not finite"):
+    with pytest.raises(ConfigError, match=r"^model\.layers\.0\.self_attn\.k_proj\.weight holds NaN or inf"):
         seen.extend(name for name, _ in SentLedger(5).watch(iter(named.items())))
     assert seen[-1] == Q
 

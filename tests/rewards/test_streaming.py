@@ -193,7 +193,9 @@ def test_completions_are_handed_on_once_and_forgotten_where_others_were_drawn():
     judging({2: drawn(5)})
     judging({2: drawn(5), 0: drawn(6)})
     assert first.add.mock_calls == [mock.call({2: (2, [5])}), mock.call({0: (0, [6])})]
-    assert judging.begun_with([drawn(6), drawn(7), drawn(5)]) == {"own": first}
+    assert judging.begun_with(all_drawn := [drawn(6), drawn(7), drawn(5)]) == {"own": first}
+    assert judging.samples(all_drawn) == [(0, [6]), (1, [7]), (2, [5])]
+    assert judging.samples(all_drawn)[2] is first.add.call_args_list[0].args[0][2]  # made once
     judging.begun_with([drawn(6), drawn(7), drawn(8)])
     assert (first.drop.call_count, reward.begun.add.call_count) == (1, 0)
     judging({2: drawn(8)})

@@ -21,30 +21,40 @@ from lit_qrl.precision.layers.one_pass import OnePassGatedMLP, OnePassRMSNorm
 class ResidualLayer(nn.Module):
     """Over a class of decoder layers of the library's own: the same parts in the same order."""
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return the layer's output "b n h"; the arguments are the library's."""
+    hands_on = False
+    """Whether the output is handed on in its two parts, which the next layer's first norm adds."""
+
+    def forward(self, hidden_states: Tensor | tuple[Tensor, Tensor], *args: Any, **kwargs: Any) -> Any:
+        """Return the layer's output "b n h"; the arguments are the library's, or the layer's before."""
         layer: Any = self
         norms = layer.input_layernorm, layer.post_attention_layernorm
+        parts = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
         # others may have put kernels of theirs in their place
         if args or any(type(norm) is not OnePassRMSNorm for norm in norms):
-            return super().forward(hidden_states, *args, **kwargs)  # pyright: ignore
-        y, h = norms[0](hidden_states, both=True)
+            return super().forward(sum(parts[1:], parts[0]), *args, **kwargs)  # pyright: ignore
+        y, h = norms[0](*parts, both=True)
         attended, _ = layer.self_attn(hidden_states=y, **{"attention_mask": None, **kwargs})
         y, h = norms[1](attended, h, both=True)
-        if type(layer.mlp) is OnePassGatedMLP:
-            return h + layer.mlp(y, unread=is_repeated())
-        return h + layer.mlp(y)
+        out = layer.mlp(y, **({"unread": is_repeated()} if type(layer.mlp) is OnePassGatedMLP else {}))
+        return (out, h) if self.hands_on else h + out
 
 
-def join_residuals(network: nn.Module) -> None:
+class HandingLayer(ResidualLayer):
+    """Of a sampler, whose layers nothing looks at one by one."""
+
+    hands_on = True
+
+
+def join_residuals(network: nn.Module, across: bool = False) -> None:
     """Let the norms of decoder layers that are known make their residual sums, in place.
 
     Args:
         network: a model whose norms `take_one_pass` has replaced; whatever is not known stays as it is.
+        across: those of two layers too: what one of them hands to the next is then a pair, but of the last.
     """
-    for layer in network.modules():
-        if type(layer).__name__ in PLAIN_LAYERS:
-            become(layer, ResidualLayer)
+    layers = [layer for layer in network.modules() if type(layer).__name__ in PLAIN_LAYERS]
+    for layer in layers:
+        become(layer, HandingLayer if across and layer is not layers[-1] else ResidualLayer)
 
 
 def join_layers(network: nn.Module) -> None:

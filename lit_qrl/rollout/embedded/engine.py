@@ -135,7 +135,7 @@ class TransformersEngine(EmbeddedSampler):
         if on_gpu:
             take_one_pass(network)
             take_norms(network)
-            join_residuals(network)
+            join_residuals(network, across=True)
             self._modules.joins = dispatch.triton_installed("joined")
 
     def loaded(self, modules: Modules) -> None:

@@ -18,12 +18,13 @@ TOKENS = torch.arange(12).view(2, 6)
 
 @pytest.mark.parametrize("recomputed", [False, True])
 @pytest.mark.parametrize("kernels", [False, True])
-def test_layers_compute_and_learn_what_they_did(kernels, recomputed, monkeypatch):
+@pytest.mark.parametrize("across", [False, True])
+def test_layers_compute_and_learn_what_they_did(across, kernels, recomputed, monkeypatch):
     plain, model = wide(), wide()
     keys = list(model.state_dict())
     take_one_pass(model, True)
     for _ in range(2):  # the second changes nothing
-        join_residuals(model)
+        join_residuals(model, across)
         assert sum(isinstance(part, ResidualLayer) for part in model.modules()) == 2
     assert list(model.state_dict()) == keys
     assert {type(layer).__name__ for layer in model.model.layers} == {"Qwen3DecoderLayer"}
@@ -54,7 +55,9 @@ def test_norms_of_others_and_frozen_inputs_take_the_library_s_order(monkeypatch)
     layer.input_layernorm = type("Other", (OnePassRMSNorm,), {})(own, columns=False, codes="")
     asked = []
     monkeypatch.setattr(OnePassRMSNorm, "forward", lambda self, x, *a, **o: asked.append((a, o)) or x)
-    layer(torch.zeros(1, 2, 128), position_embeddings=model.model.rotary_emb(torch.zeros(1), torch.arange(2)[None]))
+    layer(
+        (torch.zeros(1, 2, 128),) * 2, position_embeddings=model.model.rotary_emb(torch.zeros(1), torch.arange(2)[None])
+    )
     assert asked == [((), {})] * 2
 
 
