@@ -295,8 +295,8 @@ class RolloutDataModule(Described, LightningDataModule):
         def sample(number: int, completion: Completion) -> Sample:
             return sample_of(problems[number // self.group_size], completion, self.task, self.module.policy.decode)
 
-        rewards = self.task.streaming if streams and self.engine.hands_out else ()
-        return StreamingRewards(rewards, sample)
+        early = streams and self.engine.hands_out
+        return StreamingRewards(self.task.streaming if early else (), sample, early)
 
     def reward(
         self,

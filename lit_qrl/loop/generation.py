@@ -52,7 +52,7 @@ def draw(
     """
     trainer, data, prompts = learner.trainer, learner.data, [problem.prompt_ids for problem in problems]
     options: dict[str, Any] = {} if positions is None else {"positions": positions}
-    if judging is not None and judging.streams:
+    if judging is not None and judging.early:
         options["finished"] = judging
 
     def answered(progress: Progress | None) -> list[Completion]:

@@ -46,8 +46,10 @@ def weight_stream(
             not fit. On an accelerator a NaN shows at the end of the stream, so that the host waits for it once.
         IncompleteError: for a fused layer with a part missing.
     """
+    plain = None
     if isinstance(format, Dense):
         dtype = dtype or format.dtype
+        plain = format if format.numbers is format and quantized is None else None  # else its weights are of codes
     groups = fused_groups(quantizable if format is not None else ())
     fused = {layer: key for key, layers in groups.items() for layer in layers}
     cast = dtype if format is not None and format.scales_like_weight else None
@@ -57,14 +59,16 @@ def weight_stream(
     for name, tensor in named:
         layer = name.removesuffix(_WEIGHT)
         key = fused.get(layer)
-        if format is None or key is None or not name.endswith(_WEIGHT):
-            tensor = tensor.detach() if tensor.requires_grad else tensor
-            cast_to = None if name in kept or not tensor.is_floating_point() else dtype
-            yield name, tensor.to(dtype=cast_to)  # its receipt says whether it is finite
+        tensor = tensor.detach() if tensor.requires_grad else tensor  # a slice that says so stays one
+        weight = key is not None and name.endswith(_WEIGHT)
+        if weight:
+            seen.add(layer)
+        if format is None or key is None or not weight or plain:
+            to = plain.dtype if plain and weight else None if name in kept else dtype
+            yield name, tensor.to(dtype=to if tensor.is_floating_point() else None)  # its receipt says if it is finite
             continue
-        seen.add(layer)
         parts = waiting.setdefault(key, {})
-        parts[layer] = tensor.detach() if tensor.requires_grad else tensor  # a slice that says so stays one
+        parts[layer] = tensor
         if len(parts) == len(groups[key]):
             yield from _quantized(waiting.pop(key), format, quantized, finite, stacked, cast)
     missing = sorted(fused.keys() - seen)

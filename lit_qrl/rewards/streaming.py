@@ -20,12 +20,15 @@ class StreamingRewards:
     Args:
         rewards: of the task, none where nothing streams; those that want all samples at once are left out.
         sample: from a completion's number, prompt-major, and the completion to what rewards see.
+        early: whether completions are handed over while others are drawn, of which samples are made meanwhile.
     """
 
-    def __init__(self, rewards: Sequence[Reward], sample: Callable[[int, Completion], Sample]) -> None:
+    def __init__(
+        self, rewards: Sequence[Reward], sample: Callable[[int, Completion], Sample], early: bool = True
+    ) -> None:
         if rewards:
             check_names(rewards)
-        self._rewards, self._sample = rewards, sample
+        self._rewards, self._sample, self.early = rewards, sample, early
         self.begun: dict[str, Scoring] = {}
         self.again()
 

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -23,11 +23,15 @@ class Trust:
         checked: whether one was compared with the launched step.
         broken: whether it drew other tokens.
         former: a graph that is not replayed again, whose memory later ones may take over.
+        launched: kinds of steps that were launched, so that their kernels are there.
+        failed: whether one could not be recorded.
     """
 
     checked: bool = False
     broken: bool = False
     former: torch.cuda.CUDAGraph | None = None
+    launched: set[Any] = field(default_factory=set)
+    failed: bool = False
 
 
 def record(
@@ -81,12 +85,16 @@ def recorded(
     except torch.OutOfMemoryError:
         raise  # the batch is halved
     except RuntimeError as error:
+        step()
+        if trust.launched and not trust.failed:  # by other weights, perhaps, which take other kernels
+            trust.failed = True
+            trust.launched.clear()
+            return None
         trust.broken = True
         where = log.isEnabledFor(logging.DEBUG)
         log.warning(
             "A step cannot be recorded as a CUDA graph: steps are launched one by one. %s", error, exc_info=where
         )
-        step()
         return None
     before = [] if trust.checked else [one.clone() for one in results]
     graph.replay()

@@ -278,7 +278,7 @@ class Decoder:
         self.routers = routers(network) if routes else []
         self.head = SamplerHead.of(network, head_dtype)
         self.device = network.get_input_embeddings().weight.device
-        self.sampler = TokenSampler(sampling)
+        self.sampler, self._drawn_as = TokenSampler(sampling), repr(sampling)
         config = network.config.get_text_config()
         self.layers = config.num_hidden_layers
         # Layers with a window need their own mask, which the library derives from the two-dimensional one.
@@ -379,7 +379,6 @@ class Decoder:
         self.seats: list[Seat | None] = [None] * slots
         self.occupants = list(range(slots))
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self.warm: set[int] = set()
         self._staging = [torch.empty(2, slots, dtype=torch.long, pin_memory=self._cuda) for _ in range(2)]
         self.cache = SlotCache(self.layers, slots, self.width + self.steps, self.scales)
         self.cache.filled, self.cache.at = self.width, None if self.static else self.state.column
@@ -492,11 +491,11 @@ class Decoder:
     # ---------------------------------------------------------------------------------------------------------- steps
 
     def _advance(self) -> None:
-        """Take one step of the first `size` slots: launched once, then recorded, then replayed."""
-        trust = self.trust
+        """Take one step of the first `size` slots: launched once in a run's life, then recorded, then replayed."""
+        trust, kind = self.trust, (self.size, self._drawn_as)
         if self.size in self.graphs:
             self.graphs[self.size].replay()
-        elif trust is not None and self.replays and not trust.broken and self.size in self.warm:
+        elif trust is not None and self.replays and not trust.broken and kind in trust.launched:
             rows = self.state.first(self.size)
             results = (rows.token, rows.column, rows.drawn, rows.ended)
             graph = recorded(self._step, results, trust, self.device, trust.former)
@@ -504,7 +503,8 @@ class Decoder:
                 self.graphs[self.size] = trust.former = graph
         else:
             self._step()
-            self.warm.add(self.size)
+            if trust is not None:
+                trust.launched.add(kind)
 
     def _step(self) -> None:
         """Take the last token of the first `size` slots in and draw the next; nothing waits for the device."""
