@@ -220,18 +220,19 @@ class Checksums:
     def _sums(self, stack: Tensor) -> _Entry:
         """Take and return the sums over rows and columns of the slices of a stack."""
         laid, device = Matrices.of(stack), stack.device
+        shape = laid.count, laid.rows, laid.columns
         if laid.width == 8 and dispatch.available(stack, "checksum"):
             from lit_qrl.receipts.checksum_triton import Sums
 
             if device not in self._fused:
                 self._fused[device] = Sums(device)
-            entry = _Entry(*self._fused[device].of(laid), laid.count, laid.rows, laid.columns)
+            entry = _Entry(*self._fused[device].of(laid.stack, *shape, laid.step), *shape)
         else:
             bits, bad = laid.bits(), torch.zeros(laid.count, dtype=torch.bool, device=device)
             if stack.is_floating_point() and stack.numel():
                 bad = _not_finite(stack.detach().flatten(1) if stack.ndim > 1 else stack.detach().unsqueeze(1))
             parts = bits.sum(dim=2, dtype=torch.int64), bits.sum(dim=1, dtype=torch.int64), bad.long().unsqueeze(1)
-            entry = _Entry(torch.cat(parts, dim=1).flatten(), 0, laid.count, laid.rows, laid.columns)
+            entry = _Entry(torch.cat(parts, dim=1).flatten(), 0, *shape)
             entry.bad = bad.tolist() if device.type == "cpu" else None
         self._entries[device].append(entry)
         return entry

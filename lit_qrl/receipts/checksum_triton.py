@@ -10,7 +10,6 @@ import triton.language as tl
 from torch import Tensor
 
 from lit_qrl.functional._launch import pieces, remembered
-from lit_qrl.receipts.checksum import Matrices
 
 # Words of 8 bytes that one program sums.
 TILE = 8192
@@ -77,33 +76,36 @@ class Sums:
         self._pool = torch.empty(0, dtype=torch.int64, device=device)
         self._used = 0
 
-    def of(self, laid: Matrices) -> tuple[Tensor, int]:
+    def of(self, stack: Tensor, count: int, rows: int, columns: int, step: int) -> tuple[Tensor, int]:
         """Sum over rows and columns, and look for what is not finite, in one launch for all matrices.
 
         Args:
-            laid: integers of 8 bytes, columns a power of two.
+            stack: memory of matrices of 8-byte words.
+            count: of matrices.
+            rows: of each.
+            columns: of each, a power of two.
+            step: words from one matrix to the next.
 
         Returns:
             The memory, and where in it the first matrix's begin: its sums over rows, over columns, and a number above 0
             where one of its floats is not finite; then those of the next.
         """
-        rows, columns, start = laid.rows, laid.columns, self._used
-        size = laid.count * (rows + columns + 1)
+        start, size = self._used, count * (rows + columns + 1)
         if start + size > self._pool.numel():
             self._pool = torch.zeros(max(POOL, size), dtype=torch.int64, device=self.device)
             start = 0
         self._used = start + size
-        stack, dtype = laid.stack, laid.stack.dtype
+        dtype = stack.dtype
         if dtype.itemsize == 1:  # not all of which Triton knows
             stack = stack.view(torch.uint8)
         pattern = _PATTERNS.get(dtype)
         wide = WIDE if columns >= WIDE // 2 else NARROW  # two kernels to compile, not one for every power of two
         high = TILE // wide
         ones, lowest, signs = pattern or (0, 0, 0)
-        grid = (pieces(rows, high), pieces(columns, wide), laid.count)
+        grid = (pieces(rows, high), pieces(columns, wide), count)
         unsigned = dtype == torch.float8_e8m0fnu
         _sums_kernel[grid](
-            stack, self._pool, start, laid.step, rows, columns, ones, lowest, signs, pattern is not None, unsigned,
+            stack, self._pool, start, step, rows, columns, ones, lowest, signs, pattern is not None, unsigned,
             high, wide, num_warps=8,
         )  # fmt: skip
         return self._pool, start

@@ -33,7 +33,7 @@ def test_sums(device):
                 laid = Matrices.of(y.unsqueeze(0))
                 bits = laid.bits()[0]
                 assert bits.dtype == torch.int64
-                memory, start = sums.of(laid)
+                memory, start = sums.of(laid.stack, 1, *bits.shape, laid.step)
                 rows, columns, flag = memory[start : start + sum(bits.shape) + 1].split([*bits.shape, 1])
                 assert torch.equal(rows, bits.sum(1))
                 assert torch.equal(columns, bits.sum(0))
@@ -46,8 +46,9 @@ def test_stacks(device):
 
     stack = torch.randn((3, 5, 64, 72), device=device).bfloat16()[:, 2]  # matrices apart from one another
     stack[1, 3, 3] = float("nan")
-    bits = Matrices.of(stack).bits()
-    memory, start = Sums(device).of(Matrices.of(stack))
+    laid = Matrices.of(stack)
+    bits = laid.bits()
+    memory, start = Sums(device).of(laid.stack, *bits.shape, laid.step)
     each = memory[start:].unfold(0, sum(bits.shape[1:]) + 1, sum(bits.shape[1:]) + 1)[:3]
     assert [int(one[-1]) > 0 for one in each] == [False, True, False]
     for index, one in enumerate(stack):
