@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice
+from itertools import accumulate, groupby, islice
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -24,6 +24,8 @@ MIX_A, MIX_B = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 # Keeps the weights of column positions apart from those of row positions.
 COLUMN_OFFSET = 1 << 40
+# Sums over rows and columns that are added up at once, 32 MiB: all of a dense model, some layers of many experts.
+AT_ONCE = 1 << 22
 
 
 class Matrices(NamedTuple):
@@ -133,9 +135,8 @@ class _Entry:
     """Sums of the slices of one stack, or of one tensor.
 
     Args:
-        block: memory that holds, from `start` on and for each slice, the sums over the rows of its bits, those over its
-            columns, and a number above 0 where it is not finite.
-        start: of the first slice's.
+        numbers: one behind another for each slice: the sums over the rows of its bits, those over its columns, and a
+            number above 0 where it is not finite.
         count: of slices.
         rows: of each.
         columns: of each.
@@ -143,18 +144,12 @@ class _Entry:
         sums: of each slice, once they are finished.
     """
 
-    block: Tensor
-    start: int
+    numbers: Tensor
     count: int
     rows: int
     columns: int
     bad: list[bool] | None = None
     sums: list[int] | None = None
-
-    @property
-    def end(self) -> int:
-        """Where the last slice's numbers end."""
-        return self.start + self.count * (self.rows + self.columns + 1)
 
 
 class Checksums:
@@ -226,13 +221,13 @@ class Checksums:
 
             if device not in self._fused:
                 self._fused[device] = Sums(device)
-            entry = _Entry(*self._fused[device].of(laid.stack, *shape, laid.step), *shape)
+            entry = _Entry(self._fused[device].of(laid.stack, *shape, laid.step), *shape)
         else:
             bits, bad = laid.bits(), torch.zeros(laid.count, dtype=torch.bool, device=device)
             if stack.is_floating_point() and stack.numel():
                 bad = _not_finite(stack.detach().flatten(1) if stack.ndim > 1 else stack.detach().unsqueeze(1))
             parts = bits.sum(dim=2, dtype=torch.int64), bits.sum(dim=1, dtype=torch.int64), bad.long().unsqueeze(1)
-            entry = _Entry(torch.cat(parts, dim=1).flatten(), 0, *shape)
+            entry = _Entry(torch.cat(parts, dim=1).flatten(), *shape)
             entry.bad = bad.tolist() if device.type == "cpu" else None
         self._entries[device].append(entry)
         return entry
@@ -258,14 +253,18 @@ class Checksums:
 
 def _finish(entries: Sequence[_Entry], device: torch.device) -> None:
     """Bring the sums of a device's entries, and what of them is not finite, to the host in one transfer."""
-    runs: list[tuple[Tensor, int, int]] = []
+    ends = accumulate(len(entry.numbers) for entry in entries)
+    groups = groupby(zip(entries, ends, strict=True), lambda pair: pair[1] // AT_ONCE)
+    made = [_summed([entry for entry, _ in group], device) for _, group in groups]
+    values, bad = map(iter, torch.cat(made, dim=1).tolist())
     for entry in entries:
-        block, start, end = runs[-1] if runs else (None, 0, 0)
-        if block is entry.block and end == entry.start:
-            runs[-1] = entry.block, start, entry.end
-        else:
-            runs.append((entry.block, entry.start, entry.end))
-    flat = torch.cat([block if end - start == len(block) else block[start:end] for block, start, end in runs])
+        entry.sums = list(islice(values, entry.count))
+        entry.bad = [number > 0 for number in islice(bad, entry.count)]
+
+
+def _summed(entries: Sequence[_Entry], device: torch.device) -> Tensor:
+    """Return the sums of entries' slices, and what is above 0 where one is not finite: "2 slices"."""
+    flat = torch.cat([entry.numbers for entry in entries])
     told = [(entry.count, entry.rows, entry.columns) for entry in entries]
     shapes, (counts, *most) = torch.tensor(told, device=device), zip(*told, strict=True)
     count, (high, wide) = sum(counts), map(max, most)
@@ -281,10 +280,7 @@ def _finish(entries: Sequence[_Entry], device: torch.device) -> None:
     weights = torch.cat([of_rows, of_columns, of_rows.new_zeros(1)])
     terms = scrambled(flat * weights[torch.where(column < 0, row, last)])
     sums = torch.zeros(count, dtype=torch.int64, device=device).index_add_(0, owner, terms)
-    values, bad = map(iter, torch.stack([sums, flat[ends - 1]]).tolist())
-    for entry in entries:
-        entry.sums = list(islice(values, entry.count))
-        entry.bad = [number > 0 for number in islice(bad, entry.count)]
+    return torch.stack([sums, flat[ends - 1]])
 
 
 @lru_cache

@@ -76,8 +76,10 @@ class Sums:
         self._pool = torch.empty(0, dtype=torch.int64, device=device)
         self._used = 0
 
-    def of(self, stack: Tensor, count: int, rows: int, columns: int, step: int) -> tuple[Tensor, int]:
-        """Sum over rows and columns, and look for what is not finite, in one launch for all matrices.
+    def of(self, stack: Tensor, count: int, rows: int, columns: int, step: int) -> Tensor:
+        """Return sums over rows, over columns, and a number above 0 where a float is not finite, of matrix by matrix.
+
+        One launch takes them of all.
 
         Args:
             stack: memory of matrices of 8-byte words.
@@ -85,10 +87,6 @@ class Sums:
             rows: of each.
             columns: of each, a power of two.
             step: words from one matrix to the next.
-
-        Returns:
-            The memory, and where in it the first matrix's begin: its sums over rows, over columns, and a number above 0
-            where one of its floats is not finite; then those of the next.
         """
         start, size = self._used, count * (rows + columns + 1)
         if start + size > self._pool.numel():
@@ -108,4 +106,4 @@ class Sums:
             stack, self._pool, start, step, rows, columns, ones, lowest, signs, pattern is not None, unsigned,
             high, wide, num_warps=8,
         )  # fmt: skip
-        return self._pool, start
+        return self._pool[start : start + size]

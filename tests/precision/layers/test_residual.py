@@ -55,9 +55,8 @@ def test_norms_of_others_and_frozen_inputs_take_the_library_s_order(monkeypatch)
     layer.input_layernorm = type("Other", (OnePassRMSNorm,), {})(own, columns=False, codes="")
     asked = []
     monkeypatch.setattr(OnePassRMSNorm, "forward", lambda self, x, *a, **o: asked.append((a, o)) or x)
-    layer(
-        (torch.zeros(1, 2, 128),) * 2, position_embeddings=model.model.rotary_emb(torch.zeros(1), torch.arange(2)[None])
-    )
+    x, turned = torch.zeros(1, 2, 128), model.model.rotary_emb(torch.zeros(1), torch.arange(2)[None])
+    layer((x, x), position_embeddings=turned)
     assert asked == [((), {})] * 2
 
 
