@@ -64,7 +64,7 @@ class Handing(Mortal):
 
 
 class Judge:
-    streams = True
+    early = True
 
     def __init__(self):
         self.seen = []
