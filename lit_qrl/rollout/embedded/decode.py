@@ -273,7 +273,7 @@ class Decoder:
         scales: Tensor | None = None,
         trust: Trust | None = None,
     ) -> None:
-        self.network, self.sampling, self.steps = network, sampling, sampling.max_tokens
+        self.network, self.steps = network, sampling.max_tokens
         self.kept, self.scales, self.trust = kept, scales, trust
         self.routers = routers(network) if routes else []
         self.head = SamplerHead.of(network, head_dtype)
